@@ -17,7 +17,7 @@ from router.config.cost_weights import DEFAULT_WEIGHTS, CostWeights
 from router.config.settings import RatesConfig, ReplicaConfig, RouterConfig
 from router.fleet.fleet import Fleet
 from router.index.kv_events import BlocksRemoved, BlocksStored, GpuCleared, KvBatch, KvEvent
-from router.index.prompt_keys import PromptKeyCache, Tier
+from router.index.prompt_keys import KvTier, PromptKeyCache
 from router.scheduling.admission import AdmissionController, AdmissionQueue
 from router.scheduling.request_scheduler import PlacementRequest, RequestScheduler
 from router.staging.stager import Stager
@@ -217,16 +217,16 @@ class OurRouter:
 
     # --- what replicas tell
 
-    def stored(self, replica: int, tier: Tier, keys: Sequence[int]) -> None:
+    def stored(self, replica: int, tier: KvTier, keys: Sequence[int]) -> None:
         """Take over what a tier gained."""
-        if tier is Tier.GPU:
+        if tier is KvTier.GPU:
             self._apply(replica, BlocksStored(tier, keys))
         else:
             self.fleet.index.add(replica, tier, keys)
 
-    def removed(self, replica: int, tier: Tier, keys: Sequence[int]) -> None:
+    def removed(self, replica: int, tier: KvTier, keys: Sequence[int]) -> None:
         """Take over what a tier lost."""
-        if tier is Tier.GPU:
+        if tier is KvTier.GPU:
             self._apply(replica, BlocksRemoved(tier, keys))
         else:
             self.fleet.index.remove(replica, tier, keys)

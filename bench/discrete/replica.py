@@ -12,7 +12,7 @@ from bench.discrete.engine import ModelEngine
 from bench.discrete.estimates import Foresight
 from bench.discrete.requests import ModelPrompt
 from cacheengine.record import KeyEventRecord
-from router.index.prompt_keys import Tier, keys64
+from router.index.prompt_keys import KvTier, keys64
 from simulator.engine_tiers import EngineTiers
 from simulator.model.lower_tier_view import LowerTiers
 from simulator.model.model_events import GpuBlocksCleared, GpuBlocksRemoved, GpuBlocksStored
@@ -24,7 +24,7 @@ _FIRST_AND_LAST: Final = 10**9
 """So many tokens between two notices: the caller is notified of the first and the last only."""
 _LOOK_AGAIN_S: Final = 0.02
 """Between lookups of a request that waits for a lower tier and that no event will wake."""
-_TIERS: Final = {each.value: each for each in Tier}
+_TIERS: Final = {each.value: each for each in KvTier}
 
 
 class ReplicaDownError(Exception):
@@ -38,10 +38,10 @@ class AnswerCutError(Exception):
 class Listener(Protocol):
     """A router, as a replica's events reach it."""
 
-    def stored(self, replica: int, tier: Tier, keys: Sequence[int]) -> None:
+    def stored(self, replica: int, tier: KvTier, keys: Sequence[int]) -> None:
         """Hear that a tier holds blocks now (of a lower tier: chunks, by their last block)."""
 
-    def removed(self, replica: int, tier: Tier, keys: Sequence[int]) -> None:
+    def removed(self, replica: int, tier: KvTier, keys: Sequence[int]) -> None:
         """Hear that a tier does not hold blocks any more."""
 
     def cleared(self, replica: int) -> None:
@@ -166,11 +166,11 @@ class ModelReplica:
                 case GpuBlocksStored(request, first, end):
                     keys = _numbers(request.block_keys[first:end])
                     for each in self.listeners:
-                        each.stored(self.slot, Tier.GPU, keys)
+                        each.stored(self.slot, KvTier.GPU, keys)
                 case GpuBlocksRemoved(gone):
                     keys = _numbers(gone)
                     for each in self.listeners:
-                        each.removed(self.slot, Tier.GPU, keys)
+                        each.removed(self.slot, KvTier.GPU, keys)
                 case GpuBlocksCleared():
                     for each in self.listeners:
                         each.cleared(self.slot)

@@ -24,7 +24,7 @@ from bench.ttft import machine, percentile
 from router.config.cost_weights import DEFAULT_WEIGHTS
 from router.config.settings import IndexConfig, ReplicaConfig, RouterConfig, SessionConfig
 from router.fleet.fleet import Fleet
-from router.index.prompt_keys import KeyShape, PromptKeyCache, Tier
+from router.index.prompt_keys import KeyShape, KvTier, PromptKeyCache
 from router.scheduling.request_scheduler import PlacementRequest, RequestScheduler
 from warmroute_common.keys import HashScheme
 
@@ -177,7 +177,7 @@ def fill_index(fleet: Fleet, index_keys: int, chooser: random.Random) -> list[in
     slots = [each.slot for each in fleet.replicas.values()]
     system = _blocks(0)[:_SYSTEM_BLOCKS]
     for slot in slots:
-        fleet.index.add(slot, Tier.GPU, system)
+        fleet.index.add(slot, KvTier.GPU, system)
     documents = []
     number = 0
     while len(fleet.index) < index_keys:
@@ -188,9 +188,9 @@ def fill_index(fleet: Fleet, index_keys: int, chooser: random.Random) -> list[in
         holders = chooser.sample(slots, min(len(slots), 8 if number % 10 == 0 else 1))
         for slot in holders:
             if number % 3:
-                fleet.index.add(slot, Tier.GPU, blocks)
-            fleet.index.add(slot, Tier.CPU, chunks[: len(chunks) // 2])
-            fleet.index.add(slot, Tier.DISK, chunks)
+                fleet.index.add(slot, KvTier.GPU, blocks)
+            fleet.index.add(slot, KvTier.CPU, chunks[: len(chunks) // 2])
+            fleet.index.add(slot, KvTier.DISK, chunks)
     return documents
 
 

@@ -10,7 +10,7 @@ from router.fleet.cost_model import CostModel, CostPart
 from router.fleet.decision import Candidate, Decision, Reason
 from router.fleet.fleet import Fleet
 from router.fleet.replica import ReplicaState
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 from router.prompt.prompt import Prompt
 
 SHOWN: Final = 16
@@ -180,7 +180,7 @@ def _candidate(candidate: Candidate, fleet: Fleet) -> dict[str, Any]:
     }
 
 
-def _by_name(tokens: Mapping[Tier, int]) -> dict[str, int]:
+def _by_name(tokens: Mapping[KvTier, int]) -> dict[str, int]:
     return {str(tier): count for tier, count in tokens.items()}
 
 

@@ -14,7 +14,7 @@ import aiohttp
 import orjson
 
 from router.doctor.findings import Section
-from router.doctor.http_probe import NoAnswerError, send
+from router.doctor.http_probe import ProbeError, send
 from router.doctor.replica_checks import CheckContext, Examined, hash_in_words
 from router.feeds.feeds import KvFeed
 from router.feeds.health_monitor import authorization
@@ -22,7 +22,7 @@ from router.feeds.kv_subscriber import KvEndpoints, KvSubscriber
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica
 from router.index.kv_events import BlocksStored, KvBatch, KvEventFormatError, KvEventReader
-from router.index.prompt_keys import PromptKeyCache, Tier
+from router.index.prompt_keys import KvTier, PromptKeyCache
 from router.prompt.prompt_source import PromptSource
 from warmroute_common.command_line import counted
 from warmroute_common.connection_errors import connection_problem
@@ -65,7 +65,7 @@ class EventRecorder:
         self._fleet.apply_kv(self._replica.id, batch, asyncio.get_running_loop().time())
         self._reader.shows_first = not self._replica.shape_checked
         for event in batch.events:
-            if isinstance(event, BlocksStored) and event.tier is Tier.GPU:
+            if isinstance(event, BlocksStored) and event.tier is KvTier.GPU:
                 # The replay of a busy replica has many.
                 self.stored.update(event.keys[: _MAX_KEYS - len(self.stored)])
         self._arrived.set()
@@ -251,7 +251,7 @@ async def _complete(
         answer = await send(
             session, "POST", url, headers=headers, body=encoded, timeout_s=_PROBE_ANSWER_S
         )
-    except NoAnswerError as error:
+    except ProbeError as error:
         return f"was not answered ({error})"
     if answer.status == 200:
         return None

@@ -15,7 +15,7 @@ from router.config.credentials import client_context, load_fleet_secret
 from router.config.settings import RouterConfig
 from router.doctor.event_checks import check_events
 from router.doctor.findings import Report, Section
-from router.doctor.http_probe import NoAnswerError, get
+from router.doctor.http_probe import ProbeError, get
 from router.doctor.replica_checks import (
     CheckContext,
     Examined,
@@ -53,7 +53,7 @@ async def running_router(
     url = f"{scheme}://{join_host_port(reachable(host), port)}/health"
     try:
         answer = await get(session, url, headers=headers, timeout_s=_ANSWER_S, verify=False)
-    except NoAnswerError:
+    except ProbeError:
         return None
     health = answer.json()
     return health if isinstance(health, dict) and "first_probes" in health else None

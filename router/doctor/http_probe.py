@@ -31,7 +31,7 @@ class HttpAnswer:
             return None
 
 
-class NoAnswerError(Exception):
+class ProbeError(Exception):
     """A server did not answer; the text says why."""
 
 
@@ -43,7 +43,7 @@ async def get(
     timeout_s: float,
     verify: bool = True,
 ) -> HttpAnswer:
-    """Return the answer to a GET, whatever its status; raise `NoAnswerError`."""
+    """Return the answer to a GET, whatever its status; raise `ProbeError`."""
     return await send(session, "GET", url, headers=headers, timeout_s=timeout_s, verify=verify)
 
 
@@ -57,7 +57,7 @@ async def send(
     timeout_s: float,
     verify: bool = True,
 ) -> HttpAnswer:
-    """Return the answer to a request, whatever its status; raise `NoAnswerError`.
+    """Return the answer to a request, whatever its status; raise `ProbeError`.
 
     Without ``verify`` any certificate is accepted: for requests that carry no secret.
     """
@@ -75,9 +75,9 @@ async def send(
             answer = await response.content.read(_MAX_BYTES)
             return HttpAnswer(status=response.status, body=answer, clock_ahead_s=ahead_s)
     except TimeoutError:
-        raise NoAnswerError(f"does not answer within {timeout_s:g} s") from None
+        raise ProbeError(f"does not answer within {timeout_s:g} s") from None
     except (aiohttp.ClientError, OSError) as error:
-        raise NoAnswerError(connection_problem(error, url)) from None
+        raise ProbeError(connection_problem(error, url)) from None
 
 
 def _clock_ahead_s(date: str | None, now_s: float) -> float | None:

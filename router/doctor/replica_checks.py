@@ -10,7 +10,7 @@ import zmq.asyncio
 from router.agent_client import AgentClient, AgentError, AgentRefusedError
 from router.config.settings import ReplicaConfig, RouterConfig
 from router.doctor.findings import Section
-from router.doctor.http_probe import HttpAnswer, NoAnswerError, get
+from router.doctor.http_probe import HttpAnswer, ProbeError, get
 from router.feeds.feeds import KvFeed
 from router.feeds.health_monitor import authorization, model_entries, served_models
 from router.fleet.fleet import Fleet
@@ -96,7 +96,7 @@ async def check_replica(
         health = await answer("/health")
         seen.answers = health.status < 500
         models, version = await answer("/v1/models"), await answer("/version")
-    except NoAnswerError as error:
+    except ProbeError as error:
         fix = "start it, or correct its url; until then it gets no requests"
         section.problem("health", str(error), fix)
         seen.answers = False

@@ -13,7 +13,7 @@ from router.config.cost_weights import CostWeights
 from router.fleet.cost_model import Cost, Work
 from router.fleet.replica import SLOW_TIERS, Replica
 from router.fleet.replica_queue import NO_KV, KvNeed
-from router.index.prompt_keys import ChunkRun, PromptKeys, Tier
+from router.index.prompt_keys import ChunkRun, KvTier, PromptKeys
 
 
 class Reason(StrEnum):
@@ -51,7 +51,7 @@ class Candidate:
     keys: PromptKeys
     runs: tuple[ChunkRun, ...] = ()
     """Matched chunks beyond the GPU, in the replica's tiers."""
-    matched_tokens: Mapping[Tier, int]
+    matched_tokens: Mapping[KvTier, int]
     """By tier; without the tokens to copy from a peer source."""
     work: Work
     cost: Cost
@@ -161,7 +161,7 @@ class Decision:
         return self.picked.replica.config.url
 
     @property
-    def matched_tokens(self) -> Mapping[Tier, int]:
+    def matched_tokens(self) -> Mapping[KvTier, int]:
         """Tokens of the prompt that the picked replica holds, by tier."""
         return self.picked.matched_tokens
 

@@ -25,7 +25,7 @@ from router.index.kv_events import (
 )
 from router.index.lmcache_keys import LmcacheKeys
 from router.index.prefix_index import PrefixIndex
-from router.index.prompt_keys import LOWER_TIERS, Tier
+from router.index.prompt_keys import LOWER_TIERS, KvTier
 from warmroute_common.agent_protocol import EventBatch, InstanceInfo, Snapshot, unpack_keys
 
 _EXPIRED_KEYS: Final = 20
@@ -234,7 +234,7 @@ class Fleet:
             self.change_lower(replica_id, _lower_tier(event.tier), keys, stored=event.stored)
 
     def change_lower(
-        self, replica_id: str, tier: Tier, keys: Sequence[int], *, stored: bool
+        self, replica_id: str, tier: KvTier, keys: Sequence[int], *, stored: bool
     ) -> None:
         """Note that keys were stored in, or have left, one of a replica's lower tiers."""
         replica = self.replicas[replica_id]
@@ -242,7 +242,7 @@ class Fleet:
             change = self.index.add if stored else self.index.remove
             change(replica.slot, tier, keys)
 
-    def forget_lower(self, replica_id: str, *tiers: Tier) -> None:
+    def forget_lower(self, replica_id: str, *tiers: KvTier) -> None:
         """Forget the contents of some of a replica's lower tiers, by default of all."""
         self.index.forget(self.replicas[replica_id].slot, tiers or LOWER_TIERS)
 
@@ -294,15 +294,15 @@ class Fleet:
         tiers = () if replica.is_removed else replica.event_tiers
         match event:
             case GpuCleared():
-                self.index.forget(replica.slot, (Tier.GPU,))
+                self.index.forget(replica.slot, (KvTier.GPU,))
             case BlocksStored(tier, keys) if tier in tiers:
                 self.index.add(replica.slot, tier, keys, counted=True)
-                if tier is Tier.GPU:
+                if tier is KvTier.GPU:
                     self.prefills.stored(replica.slot, keys, now_s)
             case BlocksRemoved(tier, keys) if tier in tiers:
                 self.index.remove(replica.slot, tier, keys)
 
 
-def _lower_tier(name: str) -> Tier:
+def _lower_tier(name: str) -> KvTier:
     """Return the tier that an agent names; an unknown one counts as the slowest."""
-    return Tier(name) if name in LOWER_TIERS else Tier.REMOTE
+    return KvTier(name) if name in LOWER_TIERS else KvTier.REMOTE

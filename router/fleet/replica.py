@@ -18,17 +18,17 @@ from router.fleet.cost_model import CostModel, CostPart, PredictionErrors, Recen
 from router.fleet.replica_queue import ReplicaQueue
 from router.index.kv_events import FirstBlocks, explains, find_shape
 from router.index.lmcache_keys import LmcacheKeys
-from router.index.prompt_keys import LOWER_TIERS, KeyShape, Tier
+from router.index.prompt_keys import LOWER_TIERS, KeyShape, KvTier
 from warmroute_common.agent_protocol import MAX_PINNED_SHARE, InstanceInfo
 from warmroute_common.keys import HashScheme
 
-SLOW_TIERS: Final = (Tier.DISK, Tier.REMOTE)
+SLOW_TIERS: Final = (KvTier.DISK, KvTier.REMOTE)
 """KV in these tiers is first brought to CPU RAM: fetched."""
-_TIERS: Final = (Tier.GPU, *LOWER_TIERS)
+_TIERS: Final = (KvTier.GPU, *LOWER_TIERS)
 _MEASURED_TIERS: Final = {
-    Tier.CPU: CostPart.LOAD,
-    Tier.DISK: CostPart.DISK,
-    Tier.REMOTE: CostPart.REMOTE,
+    KvTier.CPU: CostPart.LOAD,
+    KvTier.DISK: CostPart.DISK,
+    KvTier.REMOTE: CostPart.REMOTE,
 }
 _UNKNOWN_KEYS: Final = (
     "no known hash gives the keys in its KV events: most likely its hash is an xxhash one and "
@@ -210,11 +210,11 @@ class Replica:
         return replace(self.shape, blocks_per_chunk=step, lmcache=lmcache)
 
     @property
-    def event_tiers(self) -> tuple[Tier, ...]:
+    def event_tiers(self) -> tuple[KvTier, ...]:
         """The tiers taken from KV events: an agent or LMCache reports the lower ones better."""
         config = self.config
         has_lmcache = config.lmcache is not None or self.lmcache_keys is not None
-        return (Tier.GPU,) if has_lmcache or config.agent_url is not None else _TIERS
+        return (KvTier.GPU,) if has_lmcache or config.agent_url is not None else _TIERS
 
     @property
     def can_prefetch(self) -> bool:
@@ -222,7 +222,7 @@ class Replica:
         lmcache = self.lmcache_keys
         return self.has_agent or (lmcache is not None and lmcache.is_server)
 
-    def reads_late(self, matched: Mapping[Tier, int]) -> bool:
+    def reads_late(self, matched: Mapping[KvTier, int]) -> bool:
         """Whether it reads some of these tokens only when it begins with their request."""
         return not self.can_prefetch and any(matched.get(tier) for tier in SLOW_TIERS)
 
@@ -249,7 +249,7 @@ class Replica:
             self.fetching_until_s = self.no_copies_until_s = 0.0
         self.kv_bytes_per_token = info.chunk_bytes / info.chunk_tokens
         self.transfer_port, self.layout = info.transfer_port, info.layout
-        if (cpu := info.tiers.get(Tier.CPU.value)) and cpu.capacity_bytes:
+        if (cpu := info.tiers.get(KvTier.CPU.value)) and cpu.capacity_bytes:
             pinned_bytes = MAX_PINNED_SHARE * cpu.capacity_bytes
             self.max_staged_tokens = pinned_bytes / self.kv_bytes_per_token
         self.capacity_bytes = {name: each.capacity_bytes for name, each in info.tiers.items()}

@@ -17,7 +17,7 @@ from itertools import compress, count, repeat
 from operator import itemgetter, or_
 from typing import Final, NamedTuple, TypeAlias
 
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 
 _DIGIT_VALUES: Final = bytes.maketrans(b"01", b"\0\1")
 _BITS_PER_SLOT: Final = 16
@@ -103,7 +103,7 @@ class Stale:
     """Keys that a replica held in a tier before it was forgotten, and still has the bits of."""
 
     replica: int
-    tier: Tier
+    tier: KvTier
     keys: Iterator[int]
     count: int
 

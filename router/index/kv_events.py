@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from router.index.prompt_keys import KeyShape, Tier
+from router.index.prompt_keys import KeyShape, KvTier
 from warmroute_common.agent_protocol import UNREADABLE
 from warmroute_common.keys import (
     ALGORITHMS,
@@ -29,7 +29,7 @@ _FULL_ATTENTION: Final = frozenset(
 )
 _COMMON_SEEDS: Final = (DEFAULT_SEED, "0", "42")
 """PYTHONHASHSEED values to try beside the configured one."""
-_TIERS: Final = {"GPU": Tier.GPU, "CPU": Tier.CPU, "DISK": Tier.DISK}
+_TIERS: Final = {"GPU": KvTier.GPU, "CPU": KvTier.CPU, "DISK": KvTier.DISK}
 """By the medium of vLLM's events."""
 
 
@@ -85,7 +85,7 @@ class _ClearedArray(_Cleared, array_like=True, tag="AllBlocksCleared"):
 class BlocksStored:
     """A tier gained blocks."""
 
-    tier: Tier
+    tier: KvTier
     keys: Sequence[int]
 
 
@@ -93,7 +93,7 @@ class BlocksStored:
 class BlocksRemoved:
     """A tier lost blocks."""
 
-    tier: Tier
+    tier: KvTier
     keys: Sequence[int]
 
 
@@ -128,12 +128,12 @@ class KvBatch:
     events: Sequence[KvEvent]
 
 
-def tier_of(medium: str | None, locality: str | None = None) -> Tier:
+def tier_of(medium: str | None, locality: str | None = None) -> KvTier:
     """Return the tier that an event's medium names; an unknown one is the slowest."""
     name = (medium or "GPU").upper()
     if name == "STORAGE" and (locality or "LOCAL").upper() == "LOCAL":
-        return Tier.DISK
-    return _TIERS.get(name, Tier.REMOTE)
+        return KvTier.DISK
+    return _TIERS.get(name, KvTier.REMOTE)
 
 
 class KvEventReader:
@@ -194,7 +194,7 @@ class KvEventReader:
         keys = _keys(event)
         tier = tier_of(event.medium, event.locality)
         # Below the GPU keys may be another cache's: LMCache reports chunks of its own hashes.
-        if self.shows_first and tier is Tier.GPU and (first := _first_blocks(event, keys)):
+        if self.shows_first and tier is KvTier.GPU and (first := _first_blocks(event, keys)):
             yield first
         yield BlocksStored(tier, keys)
 

@@ -23,7 +23,7 @@ from operator import itemgetter, or_
 from typing import Final
 
 from router.index.holders import Depth, Holders, Stale, find_depths, set_bits, slots
-from router.index.prompt_keys import LOWER_TIERS, ChunkRun, Match, Tier, chunk_runs, joint_run
+from router.index.prompt_keys import LOWER_TIERS, ChunkRun, KvTier, Match, chunk_runs, joint_run
 
 
 @dataclass(eq=False, slots=True)
@@ -129,7 +129,7 @@ class PrefixIndex:
     def __init__(self, max_keys: int) -> None:
         self.max_keys = max_keys
         self.evicted = 0
-        self._held: dict[int, dict[Tier, dict[int, int]]] = {}
+        self._held: dict[int, dict[KvTier, dict[int, int]]] = {}
         self._claims = SpeculativeEntries()
         # On the GPU: known or believed. Lower: in any of the other tiers.
         self._on_gpu = Holders()
@@ -145,7 +145,7 @@ class PrefixIndex:
     def __repr__(self) -> str:
         return f"<PrefixIndex {self._known=} claimed={len(self._claims)} {self.evicted=}>"
 
-    def held(self, replica: int) -> dict[Tier, int]:
+    def held(self, replica: int) -> dict[KvTier, int]:
         """Return how many keys a replica is known to hold, by tier."""
         return {tier: len(keys) for tier, keys in self._held.get(replica, {}).items()}
 
@@ -153,7 +153,9 @@ class PrefixIndex:
         """Return how many keys a replica is believed to hold on its GPU, or to be computing."""
         return len(self._claims.of(replica))
 
-    def add(self, replica: int, tier: Tier, keys: Sequence[int], *, counted: bool = False) -> None:
+    def add(
+        self, replica: int, tier: KvTier, keys: Sequence[int], *, counted: bool = False
+    ) -> None:
         """Note that a replica holds keys in a tier; what was believed of them is now known.
 
         With ``counted`` a key added twice must be removed twice: vLLM reports each physical copy
@@ -161,7 +163,7 @@ class PrefixIndex:
         """
         held = self._held.setdefault(replica, {}).setdefault(tier, {})
         before = len(held)
-        believed = self._claims.of(replica) if tier is Tier.GPU else None
+        believed = self._claims.of(replica) if tier is KvTier.GPU else None
         for key in keys:
             held[key] = held.get(key, 0) + 1 if counted else 1
             if believed:
@@ -170,11 +172,11 @@ class PrefixIndex:
         self._holders(tier).add(replica, keys)
         self._make_room()
 
-    def remove(self, replica: int, tier: Tier, keys: Iterable[int]) -> None:
+    def remove(self, replica: int, tier: KvTier, keys: Iterable[int]) -> None:
         """Note that a replica lost keys (one copy of each); unknown ones are ignored."""
         held = self._held.setdefault(replica, {}).setdefault(tier, {})
         before = len(held)
-        believed = self._claims.of(replica) if tier is Tier.GPU else None
+        believed = self._claims.of(replica) if tier is KvTier.GPU else None
         gone: list[int] = []
         for key in keys:
             copies = held.pop(key, 0)
@@ -185,24 +187,24 @@ class PrefixIndex:
             if believed:
                 believed.pop(key, None)
         self._known += len(held) - before
-        if tier is Tier.GPU:
+        if tier is KvTier.GPU:
             self._on_gpu.discard(replica, gone)
         else:
             self._clear_bits(replica, tier, gone)
 
-    def forget(self, replica: int, tiers: Collection[Tier] | None = None) -> None:
+    def forget(self, replica: int, tiers: Collection[KvTier] | None = None) -> None:
         """Drop all that is known of a replica, or of these tiers of it, at once.
 
         With the GPU goes what was only believed. Its bits are left to `tick`.
         """
         held = self._held.get(replica, {})
-        tiers = tuple(Tier) if tiers is None else tiers
+        tiers = tuple(KvTier) if tiers is None else tiers
         for tier in tiers:
             forgotten = held.pop(tier, {})
             self._known -= len(forgotten)
             self._leave_bits(replica, tier, forgotten)
-        if Tier.GPU in tiers:
-            self._leave_bits(replica, Tier.GPU, self._claims.forget(replica))
+        if KvTier.GPU in tiers:
+            self._leave_bits(replica, KvTier.GPU, self._claims.forget(replica))
         # Keys that were believed count twice now: in their claims, and as to be swept.
         self._make_room()
 
@@ -212,7 +214,7 @@ class PrefixIndex:
         A later claim on the same key takes its place until it ends; those known
         to be there need none.
         """
-        if known := self._held.get(replica, {}).get(Tier.GPU):
+        if known := self._held.get(replica, {}).get(KvTier.GPU):
             keys = list(filterfalse(known.__contains__, keys))
         claim = self._claims.add(replica, keys, until_s)
         self._on_gpu.add(replica, keys)
@@ -263,7 +265,7 @@ class PrefixIndex:
         chunks: Sequence[int] | None = None,
     ) -> Match:
         """Return how far a replica holds a prompt of blocks ``keys`` (and LMCache's ``chunks``)."""
-        on_gpu = self._held.get(replica, {}).get(Tier.GPU, {})
+        on_gpu = self._held.get(replica, {}).get(KvTier.GPU, {})
         gpu_blocks = joint_run(on_gpu, self._claims.of(replica), keys)
         if chunks is None:
             chunks = keys[blocks_per_chunk - 1 :: blocks_per_chunk]
@@ -322,20 +324,20 @@ class PrefixIndex:
         lower: dict[int, int] = {}
         for replica, tiers in self._held.items():
             for tier, keys in tiers.items():
-                set_bits(on_gpu if tier is Tier.GPU else lower, replica, keys)
+                set_bits(on_gpu if tier is KvTier.GPU else lower, replica, keys)
         for replica, believed in self._claims.items():
             set_bits(on_gpu, replica, believed)
         self._on_gpu.check(on_gpu, self._stale_replicas)
         self._lower.check(lower, self._stale_replicas)
 
-    def _holders(self, tier: Tier) -> Holders:
-        return self._on_gpu if tier is Tier.GPU else self._lower
+    def _holders(self, tier: KvTier) -> Holders:
+        return self._on_gpu if tier is KvTier.GPU else self._lower
 
-    def _clear_bits(self, replica: int, tier: Tier, keys: Iterable[int]) -> None:
+    def _clear_bits(self, replica: int, tier: KvTier, keys: Iterable[int]) -> None:
         """Take a replica's bit off those keys that it does not hold elsewhere."""
         held = self._held.get(replica, {})
         places: list[Collection[int]]
-        if tier is Tier.GPU:
+        if tier is KvTier.GPU:
             places = [held.get(tier, ()), self._claims.of(replica)]
         else:
             places = [held.get(each, ()) for each in LOWER_TIERS]
@@ -343,7 +345,7 @@ class PrefixIndex:
             keys = filterfalse(place.__contains__, keys)
         self._holders(tier).discard(replica, keys)
 
-    def _leave_bits(self, replica: int, tier: Tier, keys: Collection[int]) -> None:
+    def _leave_bits(self, replica: int, tier: KvTier, keys: Collection[int]) -> None:
         """Have a replica's bits be taken off keys by `sweep`."""
         if keys:
             self._stale.append(Stale(replica, tier, iter(keys), len(keys)))

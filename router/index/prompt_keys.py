@@ -16,7 +16,7 @@ from router.index.lmcache_keys import LmcacheKeys, lmcache_key64
 from warmroute_common.keys import HashScheme
 
 
-class Tier(StrEnum):
+class KvTier(StrEnum):
     """Where KV lies, fastest first."""
 
     GPU = "gpu"
@@ -43,7 +43,7 @@ class KeyShape:
         return self.block_tokens * self.blocks_per_chunk
 
 
-LOWER_TIERS: Final = (Tier.CPU, Tier.DISK, Tier.REMOTE)
+LOWER_TIERS: Final = (KvTier.CPU, KvTier.DISK, KvTier.REMOTE)
 """The tiers of chunks, fastest first."""
 
 
@@ -51,7 +51,7 @@ LOWER_TIERS: Final = (Tier.CPU, Tier.DISK, Tier.REMOTE)
 class ChunkRun:
     """Consecutive chunks whose fastest tier is the same: indices start to stop - 1."""
 
-    tier: Tier
+    tier: KvTier
     start: int
     stop: int
 
@@ -67,9 +67,9 @@ class Match:
     gpu_blocks: int = 0
     runs: tuple[ChunkRun, ...] = ()
 
-    def tokens(self, block_tokens: int, blocks_per_chunk: int) -> dict[Tier, int]:
+    def tokens(self, block_tokens: int, blocks_per_chunk: int) -> dict[KvTier, int]:
         """Return the matched tokens by tier; tiers that hold none are left out."""
-        matched = {Tier.GPU: self.gpu_blocks * block_tokens} if self.gpu_blocks else {}
+        matched = {KvTier.GPU: self.gpu_blocks * block_tokens} if self.gpu_blocks else {}
         chunk_tokens = block_tokens * blocks_per_chunk
         end = self.gpu_blocks * block_tokens
         for run in self.runs:
@@ -103,7 +103,7 @@ def joint_run(
 
 
 def chunk_runs(
-    lower: Sequence[tuple[Tier, Mapping[int, object]]], chunks: Sequence[int], start: int
+    lower: Sequence[tuple[KvTier, Mapping[int, object]]], chunks: Sequence[int], start: int
 ) -> tuple[ChunkRun, ...]:
     """Return the runs of held chunks from ``start`` on, each in its fastest tier.
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from router.fleet.fleet import Fleet
 from router.index.lmcache_keys import LmcacheKeys, lmcache_key64
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 from router.lmcache.coordinator_protocol import ObjectKey, ServerEventBatch, ServerRegistration
 from router.lmcache.key_directory import KeyDirectory, TierChange, owner_of
 from warmroute_common.addresses import join_host_port
@@ -292,13 +292,13 @@ class ReplicaServers:
 
     def _grouped(
         self, name: str, changes: Iterable[TierChange]
-    ) -> dict[tuple[Tier, bool], dict[int, None]]:
+    ) -> dict[tuple[KvTier, bool], dict[int, None]]:
         """Return index keys by tier and by whether they were stored, stored ones first.
 
         A batch either stores a key or deletes it. Only the directory's own eviction removes what
         the same batch has stored; so removals come last.
         """
-        found: dict[tuple[Tier, bool], dict[int, None]] = {}
+        found: dict[tuple[KvTier, bool], dict[int, None]] = {}
         for each in changes:
             key = each.key
             if key.is_leading and self._serves(name, key.model_name):

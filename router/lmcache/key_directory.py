@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 from router.lmcache.coordinator_protocol import (
     LmcacheTier,
     ObjectKey,
@@ -64,7 +64,7 @@ class TierChange(NamedTuple):
     """An owner gained or lost a key in a tier."""
 
     owner: str
-    tier: Tier
+    tier: KvTier
     stored: bool
     key: ObjectKey
 
@@ -76,7 +76,7 @@ class KeyRecord:
     copies: dict[KeyLocation, KeyCopy] = field(default_factory=dict)
     access_count: int = 0
 
-    def tiers(self, owner: str) -> set[Tier]:
+    def tiers(self, owner: str) -> set[KvTier]:
         """Return the tiers in which an owner holds the key."""
         return {_tier(at, copy) for at, copy in self.copies.items() if at.owner == owner}
 
@@ -120,7 +120,7 @@ class KeyDirectory:
             found += [key, *(each for each in others if each in self._records)]
         return found
 
-    def held_by(self, owner: str) -> Iterator[tuple[ObjectKey, set[Tier]]]:
+    def held_by(self, owner: str) -> Iterator[tuple[ObjectKey, set[KvTier]]]:
         """Return an owner's keys with the tiers that hold them."""
         for key in self._of_owner.get(owner, ()):
             yield key, self._records[key].tiers(owner)
@@ -278,16 +278,16 @@ class KeyDirectory:
         return changes
 
 
-def _tier(location: KeyLocation, copy: KeyCopy) -> Tier:
+def _tier(location: KeyLocation, copy: KeyCopy) -> KvTier:
     if location.tier == "l1":
         # Uncertain CPU RAM counts as disk, so that a prefetch checks it before it is used.
-        return Tier.CPU if copy.is_certain else Tier.DISK
+        return KvTier.CPU if copy.is_certain else KvTier.DISK
     is_local = not location.is_shared and location.backend in _LOCAL_BACKENDS
-    return Tier.DISK if is_local else Tier.REMOTE
+    return KvTier.DISK if is_local else KvTier.REMOTE
 
 
 def _tier_changes(
-    owner: str, key: ObjectKey, before: set[Tier], after: set[Tier]
+    owner: str, key: ObjectKey, before: set[KvTier], after: set[KvTier]
 ) -> Sequence[TierChange]:
     stored = [TierChange(owner, tier, True, key) for tier in after - before]
     return stored + [TierChange(owner, tier, False, key) for tier in before - after]

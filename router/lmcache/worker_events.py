@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Final
 
 from router.fleet.fleet import Fleet
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 from router.lmcache.worker_protocol import (
     CPU,
     DISK,
@@ -28,13 +28,13 @@ from router.lmcache.worker_protocol import (
 from router.lmcache.worker_registry import FullSync, LmcacheWorker, WorkerRegistry
 from warmroute_common.keys import KEY64_MASK
 
-_TIERS: Final[Mapping[str, Tier]] = {CPU: Tier.CPU, DISK: Tier.DISK}
-LOCATIONS: Final[Mapping[Tier, str]] = {Tier.CPU: CPU, Tier.DISK: DISK, Tier.REMOTE: REMOTE}
+_TIERS: Final[Mapping[str, KvTier]] = {CPU: KvTier.CPU, DISK: KvTier.DISK}
+LOCATIONS: Final[Mapping[KvTier, str]] = {KvTier.CPU: CPU, KvTier.DISK: DISK, KvTier.REMOTE: REMOTE}
 
 
-def _tier_of(location: str) -> Tier:
+def _tier_of(location: str) -> KvTier:
     """Return a location's tier; an unknown location counts as the slowest."""
-    return _TIERS.get(location, Tier.REMOTE)
+    return _TIERS.get(location, KvTier.REMOTE)
 
 
 class WorkerEvents:
@@ -131,7 +131,7 @@ class WorkerEvents:
             if fleet.replicas[replica].roots != fleet.replicas[own].roots:
                 continue
             runs = fleet.index.runs(fleet.replicas[replica].slot, keys, 0)
-            if runs and runs[0].tier is Tier.CPU and runs[0].stop > best[2]:
+            if runs and runs[0].tier is KvTier.CPU and runs[0].stop > best[2]:
                 best = (instance, CPU, runs[0].stop, url)
         return best
 

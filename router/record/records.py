@@ -13,7 +13,7 @@ from math import nan
 from typing import Final, NamedTuple, Protocol
 
 from router.fleet.decision import Decision
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 from router.staging.stager import StagingResult
 
 _HEADER: Final = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
@@ -181,7 +181,7 @@ class RequestRecord:
     home: str | None = None
     """The replica that was the session's home when it was decided."""
     prompt_tokens: int | None = None
-    matched_tokens: Mapping[Tier, int] = field(default_factory=dict)
+    matched_tokens: Mapping[KvTier, int] = field(default_factory=dict)
     """By tier, as the router believed when it decided."""
     predicted_ttft_s: float | None = None
     prepared: StagingResult = field(default_factory=StagingResult)
@@ -255,7 +255,7 @@ def answer_headers(record: RequestRecord) -> dict[str, str]:
         "x-warmroute-held-ms": f"{(record.held_s or 0.0) * 1000:.1f}",
         "x-warmroute-retries": str(len(record.failed_tries)),
     }
-    for tier in Tier:
+    for tier in KvTier:
         headers[f"x-warmroute-matched-{tier}"] = str(record.matched_tokens.get(tier, 0))
     return headers | record.prepared.headers()
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 import orjson
 
 from router.config.settings import RequestLogConfig
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 from router.record.records import Cause, Outcome, RequestRecord
 from router.staging.stager import StagingResult
 from warmroute_common.config_reader import ConfigError
@@ -61,7 +61,7 @@ FIELDS: Final[Mapping[str, tuple[str, _Value]]] = {
     "prompt_tokens": ("as the router counts them", lambda r: r.prompt_tokens),
     "matched_tokens": (
         "of these, by tier, what the router believed to be cached there",
-        lambda r: {str(tier): r.matched_tokens.get(tier, 0) for tier in Tier},
+        lambda r: {str(tier): r.matched_tokens.get(tier, 0) for tier in KvTier},
     ),
     "cached_tokens": ("as the replica's `usage` said", lambda r: r.cached_tokens),
     "output_tokens": ("as the replica's `usage` said", lambda r: r.output_tokens),

@@ -14,7 +14,7 @@ from router.fleet.cost_model import Work
 from router.fleet.decision import Candidate, Decision, KvCopy, Reason
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica
-from router.index.prompt_keys import PromptKeyCache, Tier
+from router.index.prompt_keys import KvTier, PromptKeyCache
 from router.scheduling.picker import PickContext, pick, rendezvous_score, salt_of
 from router.scheduling.prefix_matches import PrefixMatches
 from router.scheduling.replica_filter import ReplicaFilter
@@ -137,7 +137,7 @@ def _pick_without_costs(
         Candidate(
             replica=each,
             keys=matches.keys(each),
-            matched_tokens={Tier.GPU: matches.matched_tokens(each)},
+            matched_tokens={KvTier.GPU: matches.matched_tokens(each)},
             work=nothing,
             cost=each.rates.cost(nothing),
         )

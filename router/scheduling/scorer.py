@@ -10,9 +10,9 @@ from router.fleet.decision import Candidate, PeerSource
 from router.fleet.replica import SLOW_TIERS, Replica
 from router.fleet.replica_queue import KvNeed
 from router.index.prefix_index import PrefixIndex
-from router.index.prompt_keys import ChunkRun, Match, PromptKeys, Tier
+from router.index.prompt_keys import ChunkRun, KvTier, Match, PromptKeys
 
-_RATE_OF: Final = {Tier.DISK: CostPart.DISK, Tier.REMOTE: CostPart.REMOTE}
+_RATE_OF: Final = {KvTier.DISK: CostPart.DISK, KvTier.REMOTE: CostPart.REMOTE}
 
 _KV_PART_TOKENS: Final = 512
 """Granularity, in tokens, of the KV memory that requests are known to share."""
@@ -94,7 +94,7 @@ class Scorer:
         replica: Replica,
         keys: PromptKeys,
         runs: tuple[ChunkRun, ...],
-        matched: dict[Tier, int],
+        matched: dict[KvTier, int],
     ) -> list[Candidate]:
         """Return the candidate with all of the replica's tiers, and the one without slow tiers.
 
@@ -176,9 +176,9 @@ class Scorer:
         work = Work(
             new_tokens=new_tokens,
             matched_tokens=max(0, self._prompt_tokens - new_tokens),
-            load_bytes=(reach - matched.get(Tier.GPU, 0)) * replica.kv_bytes_per_token,
-            disk_bytes=base.disk_bytes + slow[Tier.DISK],
-            remote_bytes=base.remote_bytes + slow[Tier.REMOTE],
+            load_bytes=(reach - matched.get(KvTier.GPU, 0)) * replica.kv_bytes_per_token,
+            disk_bytes=base.disk_bytes + slow[KvTier.DISK],
+            remote_bytes=base.remote_bytes + slow[KvTier.REMOTE],
             peer_bytes=copied,
             queue_s=base.queue_s,
             backlog_s=backlog_s,
@@ -206,16 +206,16 @@ class Scorer:
             self._needed = (keys, _kv_need(keys, self._prompt_tokens))
         return self._needed[1]
 
-    def _work(self, replica: Replica, keys: PromptKeys, matched: Mapping[Tier, int]) -> Work:
+    def _work(self, replica: Replica, keys: PromptKeys, matched: Mapping[KvTier, int]) -> Work:
         total = sum(matched.values())
         per_token = replica.kv_bytes_per_token
         new_tokens = self._new_tokens(keys, total)
         return Work(
             new_tokens=new_tokens,
             matched_tokens=max(0, self._prompt_tokens - new_tokens),
-            load_bytes=(total - matched.get(Tier.GPU, 0)) * per_token,
-            disk_bytes=matched.get(Tier.DISK, 0) * per_token,
-            remote_bytes=matched.get(Tier.REMOTE, 0) * per_token,
+            load_bytes=(total - matched.get(KvTier.GPU, 0)) * per_token,
+            disk_bytes=matched.get(KvTier.DISK, 0) * per_token,
+            remote_bytes=matched.get(KvTier.REMOTE, 0) * per_token,
             queue_s=replica.queue.wait_s(self._now_s, self._kv_need(keys))
             + self._reserved.work_s(replica.slot),
             backlog_s=max(0.0, replica.fetching_until_s - self._now_s),
@@ -240,22 +240,24 @@ def _may_fetch(replica: Replica, source: Replica) -> bool:
     return source.layout == replica.layout and source.key_shape == replica.key_shape
 
 
-def _usable(held: dict[Tier, int], prompt_tokens: int, max_staged_tokens: float) -> dict[Tier, int]:
+def _usable(
+    held: dict[KvTier, int], prompt_tokens: int, max_staged_tokens: float
+) -> dict[KvTier, int]:
     """Cut off what exceeds the prompt, or CPU RAM.
 
     Token counts of texts are estimates. All tokens that are not on the GPU pass through CPU RAM at
     the same time.
     """
     left: float = prompt_tokens
-    usable: dict[Tier, int] = {}
+    usable: dict[KvTier, int] = {}
     staged_left = max_staged_tokens
     for tier, count in held.items():
-        usable[tier] = int(min(count, left if tier is Tier.GPU else min(left, staged_left)))
+        usable[tier] = int(min(count, left if tier is KvTier.GPU else min(left, staged_left)))
         left -= usable[tier]
-        staged_left -= 0 if tier is Tier.GPU else usable[tier]
+        staged_left -= 0 if tier is KvTier.GPU else usable[tier]
     return usable
 
 
-def _before(matched: dict[Tier, int], slow: Sequence[Tier]) -> dict[Tier, int]:
+def _before(matched: dict[KvTier, int], slow: Sequence[KvTier]) -> dict[KvTier, int]:
     first = min(list(matched).index(tier) for tier in slow)
     return dict(list(matched.items())[:first])

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 from router.record.records import RequestRecord
 from router.ui.recent import KEPT_SPILLS, SLICE_S, SLICES, Recent, Sums, Tokens, Ttfts
 from warmroute_common.http_server import as_json
@@ -114,14 +114,14 @@ def _told_by(replica: Replica) -> Iterable[str]:
         yield "LMCache"
 
 
-def _tiers(replica: Replica, held: Mapping[Tier, int]) -> dict[str, dict[str, Any]]:
+def _tiers(replica: Replica, held: Mapping[KvTier, int]) -> dict[str, dict[str, Any]]:
     """Return for each tier its known keys and tokens, and how full it is."""
     shape = replica.key_shape
     found = {}
-    for tier in Tier:
+    for tier in KvTier:
         keys = held.get(tier, 0)
         per_key = 0 if shape is None else shape.block_tokens
-        if shape is not None and tier is not Tier.GPU:
+        if shape is not None and tier is not KvTier.GPU:
             per_key = shape.chunk_tokens
         capacity = _capacity_tokens(replica, tier)
         found[str(tier)] = {
@@ -133,8 +133,8 @@ def _tiers(replica: Replica, held: Mapping[Tier, int]) -> dict[str, dict[str, An
     return found
 
 
-def _capacity_tokens(replica: Replica, tier: Tier) -> int | None:
-    if tier is Tier.GPU:
+def _capacity_tokens(replica: Replica, tier: KvTier) -> int | None:
+    if tier is KvTier.GPU:
         capacity = replica.queue.capacity_tokens
     else:
         capacity = replica.capacity_bytes.get(tier, 0) / replica.kv_bytes_per_token
@@ -197,8 +197,8 @@ def _quantiles(ttfts: Ttfts) -> dict[str, Any] | None:
     }
 
 
-def _by_tier(tokens: Mapping[Tier, int]) -> dict[str, int]:
-    return {str(tier): tokens.get(tier, 0) for tier in Tier}
+def _by_tier(tokens: Mapping[KvTier, int]) -> dict[str, int]:
+    return {str(tier): tokens.get(tier, 0) for tier in KvTier}
 
 
 _DIRECTORY: Final = Path(__file__).parent / "static"

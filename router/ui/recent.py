@@ -10,7 +10,7 @@ from math import exp, log
 from typing import Final
 
 from router.fleet.decision import Reason
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 from router.record.records import RequestRecord
 
 _STEP: Final = 0.05
@@ -83,7 +83,7 @@ class Tokens:
     """Prompt tokens: all, and those matched by tier."""
 
     prompt: int = 0
-    matched: dict[Tier, int] = field(default_factory=dict)
+    matched: dict[KvTier, int] = field(default_factory=dict)
 
     def add(self, other: "Tokens", sign: int = 1) -> None:
         """Add others, or with ``sign=-1`` subtract them."""

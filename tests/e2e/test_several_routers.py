@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from router.config.settings import ReplicaConfig
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 from router.policy import Plane
 from simulator.openai_prompts import text_of
 from tests.router.conftest import Running, client, run_router
@@ -47,7 +47,7 @@ async def knows(door: Running, body: dict[str, Any], tokens: int) -> None:
     asked = door.parts.judge.policy.parse(Plane.PROXY, "POST", COMPLETIONS, {}, orjson.dumps(body))
     while True:
         _, decision = await door.parts.judge.decide(asked)
-        if max(each.matched_tokens.get(Tier.GPU, 0) for each in decision.candidates) >= tokens:
+        if max(each.matched_tokens.get(KvTier.GPU, 0) for each in decision.candidates) >= tokens:
             return
         await asyncio.sleep(0.02)
 

@@ -16,7 +16,7 @@ from router.index.kv_events import (
     KvEventReader,
     find_shape,
 )
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 from simulator.kv_event_publisher import KvEventPublisher, encode_events
 from simulator.model.model_events import (
     BlockEvent,
@@ -56,9 +56,9 @@ def test_the_router_reads_them_and_finds_the_hash_scheme() -> None:
     assert shape is not None
     assert (shape.scheme, shape.block_tokens) == (HashScheme(), BLOCK)
     assert rest == [
-        BlocksStored(Tier.GPU, KEYS[:3]),
-        BlocksStored(Tier.GPU, KEYS[5:7]),
-        BlocksRemoved(Tier.GPU, KEYS[:2]),
+        BlocksStored(KvTier.GPU, KEYS[:3]),
+        BlocksStored(KvTier.GPU, KEYS[5:7]),
+        BlocksRemoved(KvTier.GPU, KEYS[:2]),
         GpuCleared(),
     ]
 

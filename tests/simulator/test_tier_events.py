@@ -11,7 +11,7 @@ from cacheengine.record import KeyEventRecord
 from router.config.settings import ReplicaConfig, RouterConfig
 from router.fleet.fleet import Fleet
 from router.index.kv_events import BlocksRemoved, BlocksStored, KvEventReader
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 from simulator.engine_tiers import ObservedTiers
 from simulator.kv_event_publisher import TierEvents, encode_events
 from simulator.openai_prompts import Prompts
@@ -117,14 +117,14 @@ def test_the_router_reads_them_and_leaves_them_to_the_agent_where_there_is_one()
     lower = events.vllm_events([stored("cpu", 0, 1), stored("disk", 0), removed("cpu", 1)])
     batch = KvEventReader().read(0, encode_events([], lambda _: PROMPT, BLOCK, 0.0, lower))
     assert [each for each in batch.events if isinstance(each, BlocksStored | BlocksRemoved)] == [
-        BlocksStored(Tier.CPU, KEYS[:4]),
-        BlocksStored(Tier.CPU, KEYS[4:8]),
-        BlocksStored(Tier.DISK, KEYS[:4]),
-        BlocksRemoved(Tier.CPU, KEYS[4:8]),
+        BlocksStored(KvTier.CPU, KEYS[:4]),
+        BlocksStored(KvTier.CPU, KEYS[4:8]),
+        BlocksStored(KvTier.DISK, KEYS[:4]),
+        BlocksRemoved(KvTier.CPU, KEYS[4:8]),
     ]
     for agent_url, held in (
         ("http://127.0.0.1:2", {}),
-        (None, {Tier.CPU: 4, Tier.DISK: 4}),
+        (None, {KvTier.CPU: 4, KvTier.DISK: 4}),
     ):
         replica = ReplicaConfig(url="http://127.0.0.1:1", instance_id="r", agent_url=agent_url)
         fleet = Fleet(RouterConfig(replicas=(replica,)))

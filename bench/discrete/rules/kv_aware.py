@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Final
 
 from bench.discrete.rules.rule import ActivePrompts, Asked, CountingRule, Expectations
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 
 Runs = Sequence[tuple[int, int]]
 """A prompt's blocks by holders: (tiers of replicas as bits, end of the run in blocks)."""
@@ -24,23 +24,23 @@ class KvIndex:
 
     def __init__(self, replicas: int) -> None:
         self._replicas = replicas
-        self._shifts = {tier: at * replicas for at, tier in enumerate(Tier)}
+        self._shifts = {tier: at * replicas for at, tier in enumerate(KvTier)}
         self._held: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def bits(self, replica: int, *tiers: Tier) -> int:
+    def bits(self, replica: int, *tiers: KvTier) -> int:
         """Return the bits of a replica's tiers."""
         return sum(1 << (self._shifts[tier] + replica) for tier in tiers)
 
-    def stored(self, replica: int, tier: Tier, blocks: Sequence[int]) -> None:
+    def stored(self, replica: int, tier: KvTier, blocks: Sequence[int]) -> None:
         """Note that a tier holds blocks."""
         bit, held = self.bits(replica, tier), self._held
         for block in blocks:
             held[block] = held.get(block, 0) | bit
 
-    def removed(self, replica: int, tier: Tier, blocks: Sequence[int]) -> None:
+    def removed(self, replica: int, tier: KvTier, blocks: Sequence[int]) -> None:
         """Note that a tier does not hold blocks any more."""
         keep, held = ~self.bits(replica, tier), self._held
         for block in blocks:
@@ -91,11 +91,11 @@ class KvInformedRule(CountingRule):
         super().__init__(replicas)
         self.index = KvIndex(replicas)
 
-    def stored(self, replica: int, tier: Tier, blocks: Sequence[int]) -> None:
+    def stored(self, replica: int, tier: KvTier, blocks: Sequence[int]) -> None:
         """Note that a tier holds blocks."""
         self.index.stored(replica, tier, blocks)
 
-    def removed(self, replica: int, tier: Tier, blocks: Sequence[int]) -> None:
+    def removed(self, replica: int, tier: KvTier, blocks: Sequence[int]) -> None:
         """Note that a tier does not hold blocks any more."""
         self.index.removed(replica, tier, blocks)
 
@@ -104,8 +104,8 @@ class KvInformedRule(CountingRule):
         self.index.cleared(replica)
 
 
-LOWER_TIER_CREDITS: Final[Mapping[Tier, float]] = MappingProxyType(
-    {Tier.CPU: 0.8, Tier.REMOTE: 0.6, Tier.DISK: 0.3}
+LOWER_TIER_CREDITS: Final[Mapping[KvTier, float]] = MappingProxyType(
+    {KvTier.CPU: 0.8, KvTier.REMOTE: 0.6, KvTier.DISK: 0.3}
 )
 """What a block outside the GPU counts for, of one on it."""
 
@@ -121,7 +121,7 @@ class KvAware(KvInformedRule):
     """
 
     def __init__(
-        self, replicas: int, *, credits: Mapping[Tier, float] = LOWER_TIER_CREDITS
+        self, replicas: int, *, credits: Mapping[KvTier, float] = LOWER_TIER_CREDITS
     ) -> None:
         """Take the router's credits of lower tiers, as shares of a block on the GPU."""
         super().__init__(replicas)
@@ -141,7 +141,7 @@ class KvAware(KvInformedRule):
 
     def _new_tokens(self, asked: Asked, runs: Runs, replica: int) -> int:
         most = asked.prompt_tokens - 1
-        on_gpu = reach(runs, self.index.bits(replica, Tier.GPU))
+        on_gpu = reach(runs, self.index.bits(replica, KvTier.GPU))
         depth = min(on_gpu, most // asked.block_tokens)
         blocks = depth + self._extension(runs, replica, depth)
         return ceil(asked.prompt_tokens - min(blocks * asked.block_tokens, most))
@@ -272,8 +272,8 @@ class Dynamo(KvInformedRule):
 
     def _credit(self, runs: Runs, replica: int, expected: int) -> float:
         """Return what a replica has of a prompt, in blocks on the device."""
-        ends = [max(reach(runs, self.index.bits(replica, Tier.GPU)), expected)]
-        for tier in (Tier.CPU, Tier.DISK, Tier.REMOTE):
+        ends = [max(reach(runs, self.index.bits(replica, KvTier.GPU)), expected)]
+        for tier in (KvTier.CPU, KvTier.DISK, KvTier.REMOTE):
             ends.append(reach(runs, self.index.bits(replica, tier), ends[-1]))
         device, host, _, last = ends
         weights = self._weights

@@ -7,7 +7,7 @@ from typing import Final
 
 from bench.discrete.rules.kv_aware import KvInformedRule, Runs
 from bench.discrete.rules.rule import Asked, Expectations, ReplicaMetrics
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 
 CPU_CREDIT: Final = 0.8
 """What a block in CPU memory counts for; any other counts for 1 (`pkg/kvcache/backend.go`)."""
@@ -36,8 +36,8 @@ class PrecisePrefixRule(KvInformedRule):
         return {each: self._match(runs, each, expected[each]) for each in healthy}
 
     def _match(self, runs: Runs, replica: int, expected: int) -> int:
-        full = self.index.bits(replica, Tier.GPU, Tier.DISK, Tier.REMOTE)
-        cpu = self.index.bits(replica, Tier.CPU)
+        full = self.index.bits(replica, KvTier.GPU, KvTier.DISK, KvTier.REMOTE)
+        cpu = self.index.bits(replica, KvTier.CPU)
         weight, at = float(expected), expected
         for mask, end in runs:
             if end > at:

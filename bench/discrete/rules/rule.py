@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +49,10 @@ class Rule(Protocol):
     def finished(self, request_id: int, now_s: float) -> None:
         """Note the end of an answer, whole or not."""
 
-    def stored(self, replica: int, tier: Tier, blocks: Sequence[int]) -> None:
+    def stored(self, replica: int, tier: KvTier, blocks: Sequence[int]) -> None:
         """Note that a replica's KV events say that a tier holds these blocks now."""
 
-    def removed(self, replica: int, tier: Tier, blocks: Sequence[int]) -> None:
+    def removed(self, replica: int, tier: KvTier, blocks: Sequence[int]) -> None:
         """Note that a replica's KV events say that a tier does not hold these blocks any more."""
 
     def cleared(self, replica: int) -> None:
@@ -109,10 +109,10 @@ class CountingRule:
         """Release a request."""
         self.in_flight.finished(request_id)
 
-    def stored(self, replica: int, tier: Tier, blocks: Sequence[int]) -> None:
+    def stored(self, replica: int, tier: KvTier, blocks: Sequence[int]) -> None:
         """Do nothing: the rule takes no KV events."""
 
-    def removed(self, replica: int, tier: Tier, blocks: Sequence[int]) -> None:
+    def removed(self, replica: int, tier: KvTier, blocks: Sequence[int]) -> None:
         """Do nothing: the rule takes no KV events."""
 
     def cleared(self, replica: int) -> None:

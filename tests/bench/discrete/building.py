@@ -12,6 +12,8 @@ from bench.record import Record
 from bench.workloads.session import Session, Span, Turn
 from router.index.prompt_keys import Tier
 from simulator.model.replica_machine import Machine, Rates, Shape
+from router.index.prompt_keys import KvTier
+from simulator.model.machine_and_request import Machine, Rates, Shape
 
 BLOCK: Final = 10
 CHUNK: Final = 20
@@ -118,21 +120,21 @@ class Told:
     """What replicas tell: the blocks and chunks that each tier holds, as last heard."""
 
     def __init__(self) -> None:
-        self.held: dict[tuple[int, Tier], set[int]] = {}
+        self.held: dict[tuple[int, KvTier], set[int]] = {}
         self.cleared_replicas: list[int] = []
 
-    def of(self, replica: int, tier: Tier) -> set[int]:
+    def of(self, replica: int, tier: KvTier) -> set[int]:
         return self.held.setdefault((replica, tier), set())
 
-    def stored(self, replica: int, tier: Tier, keys: Sequence[int]) -> None:
+    def stored(self, replica: int, tier: KvTier, keys: Sequence[int]) -> None:
         self.of(replica, tier).update(keys)
 
-    def removed(self, replica: int, tier: Tier, keys: Sequence[int]) -> None:
+    def removed(self, replica: int, tier: KvTier, keys: Sequence[int]) -> None:
         self.of(replica, tier).difference_update(keys)
 
     def cleared(self, replica: int) -> None:
         self.cleared_replicas.append(replica)
-        self.of(replica, Tier.GPU).clear()
+        self.of(replica, KvTier.GPU).clear()
 
 
 class Heard:

@@ -14,7 +14,7 @@ from bench.workloads.session import Span
 from router.config.settings import RatesConfig
 from router.fleet.cost_model import CostPart
 from router.fleet.decision import Reason
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 from tests.bench.discrete.before_ours import Bench
 from tests.bench.discrete.building import (
     in_model_time,
@@ -56,14 +56,14 @@ async def test_what_replicas_tell_is_known_at_once() -> None:
     await served(bench.replicas[1], prompt(200))
     await asyncio.sleep(1.0)
     index = bench.router.fleet.index
-    assert index.held(1) == {Tier.GPU: 20, Tier.CPU: 10, Tier.DISK: 10}
+    assert index.held(1) == {KvTier.GPU: 20, KvTier.CPU: 10, KvTier.DISK: 10}
     asked = await bench.ask(200)
     assert asked.record.instance_id == "r1"
     assert asked.record.cached_tokens == {"gpu": 190, "cpu": 0, "disk": 0}
     bench.replicas[1].die()
     bench.router.fleet.tick(bench.loop.time())
     held = index.held(1)
-    assert (held.get(Tier.GPU, 0), held.get(Tier.CPU, 0), held[Tier.DISK]) == (0, 0, 10)
+    assert (held.get(KvTier.GPU, 0), held.get(KvTier.CPU, 0), held[KvTier.DISK]) == (0, 0, 10)
     await bench.stop()
 
 

@@ -12,7 +12,7 @@ from bench.discrete.requests import Sent
 from bench.discrete.rule_router import RuleRouter
 from bench.discrete.rules.catalogue import rules
 from bench.discrete.rules.rule import Asked, CountingRule, ReplicaMetrics
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 from tests.bench.discrete.building import BLOCK, Told, in_model_time, machine, prompt, sent
 
 
@@ -36,10 +36,10 @@ class FirstHealthy(CountingRule):
     def first_token(self, request_id: int, now_s: float) -> None:
         self.first_tokens.append(now_s)
 
-    def stored(self, replica: int, tier: Tier, blocks: Sequence[int]) -> None:
+    def stored(self, replica: int, tier: KvTier, blocks: Sequence[int]) -> None:
         self.told.stored(replica, tier, blocks)
 
-    def removed(self, replica: int, tier: Tier, blocks: Sequence[int]) -> None:
+    def removed(self, replica: int, tier: KvTier, blocks: Sequence[int]) -> None:
         self.told.removed(replica, tier, blocks)
 
     def cleared(self, replica: int) -> None:
@@ -180,11 +180,13 @@ async def test_a_rule_hears_what_each_replica_holds(bench: Bench) -> None:
     await bench.ask(60)
     await asyncio.sleep(1.0)
     blocks = list(numbers_of(prompt(60)))
-    assert bench.rule.told.of(0, Tier.GPU) == set(blocks)
-    assert bench.rule.told.of(0, Tier.CPU) == bench.rule.told.of(0, Tier.DISK) == set(blocks[1::2])
+    assert bench.rule.told.of(0, KvTier.GPU) == set(blocks)
+    assert (
+        bench.rule.told.of(0, KvTier.CPU) == bench.rule.told.of(0, KvTier.DISK) == set(blocks[1::2])
+    )
     bench.replicas[0].die()
     assert bench.rule.told.cleared_replicas == [0]
-    assert bench.rule.told.of(0, Tier.DISK) == set(blocks[1::2])
+    assert bench.rule.told.of(0, KvTier.DISK) == set(blocks[1::2])
 
 
 @before_a_rule

@@ -7,7 +7,7 @@ import pytest
 from bench.discrete.replica import AnswerCutError, ModelReplica, ReplicaDownError, numbers_of
 from bench.discrete.requests import Conversation
 from bench.workloads.session import Span
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 from tests.bench.discrete.building import (
     BLOCK,
     Heard,
@@ -99,13 +99,13 @@ async def test_a_listener_hears_what_each_tier_holds() -> None:
     one, other = numbers_of(prompt(60, text=1)), numbers_of(prompt(80, text=2))
     await served(replica, prompt(60, text=1))
     await asyncio.sleep(1.0)
-    assert told.of(3, Tier.GPU) == set(one)
+    assert told.of(3, KvTier.GPU) == set(one)
     # A chunk goes by its last block; two of the three found room, and one was written.
-    assert told.of(3, Tier.CPU) == set(one[1:4:2])
-    assert told.of(3, Tier.DISK) <= told.of(3, Tier.CPU)
+    assert told.of(3, KvTier.CPU) == set(one[1:4:2])
+    assert told.of(3, KvTier.DISK) <= told.of(3, KvTier.CPU)
     await served(replica, prompt(80, text=2))
     await asyncio.sleep(1.0)
-    assert told.of(3, Tier.GPU) == {*one[:2], *other}
+    assert told.of(3, KvTier.GPU) == {*one[:2], *other}
 
 
 @in_model_time
@@ -143,8 +143,8 @@ async def test_who_returns_has_its_disk_and_nothing_else() -> None:
     await asyncio.sleep(1.0)
     replica.die()
     assert told.cleared_replicas == [0]
-    assert not told.of(0, Tier.GPU) | told.of(0, Tier.CPU)
-    assert len(told.of(0, Tier.DISK)) == 4
+    assert not told.of(0, KvTier.GPU) | told.of(0, KvTier.CPU)
+    assert len(told.of(0, KvTier.DISK)) == 4
     replica.come_back()
     serving = replica.submit(prompt(99), 1, Heard())
     await serving.done

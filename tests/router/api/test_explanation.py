@@ -16,7 +16,7 @@ from router.config.settings import PolicyName
 from router.fleet.cost_model import CostPart, Work
 from router.fleet.decision import Reason
 from router.fleet.fleet import Fleet
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 from tests.router.conftest import Fleet as Running
 from tests.router.fleet.helpers import blocks, chunks, make_fleet, place, snapshot, stored
 from tests.router.prompt.prompts_given import GivenPrompt, tokens
@@ -38,7 +38,7 @@ def sentence(fleet: Fleet, prompt: GivenPrompt, **more: Any) -> str:
 
 def test_the_soonest_says_what_it_holds_and_who_is_next() -> None:
     fleet, prompt = make_fleet(), tokens(9600)
-    stored(fleet, "r0", Tier.GPU, blocks(prompt)[:200])
+    stored(fleet, "r0", KvTier.GPU, blocks(prompt)[:200])
     snapshot(fleet, "r0", cpu=chunks(prompt)[:60], disk=chunks(prompt)[:70])
     assert sentence(fleet, prompt) == (
         "r0 answers first: 3,200 of 9,600 tokens are in its GPU, 640 in its CPU RAM, "
@@ -91,7 +91,7 @@ def test_who_spares_the_fleet_work_may_be_a_little_later() -> None:
     for number in range(10):
         past = place(fleet, tokens(6400, start=10_000 * (1 + number)))
         fleet.start(past, 0.0).finish(0.0, ok=False)
-    stored(fleet, "r1", Tier.GPU, blocks(prompt))
+    stored(fleet, "r1", KvTier.GPU, blocks(prompt))
     alone_s = place(fleet, tokens(6400, start=99_999)).predicted_ttft_s
     fleet.replicas["r1"].queue.join(alone_s + 0.2, 0.0)
     decision = place(fleet, prompt)
@@ -176,7 +176,7 @@ def test_the_table_fits_a_terminal() -> None:
     fleet, prompt = make_fleet(8), tokens(128_000)
     ids, keys = blocks(prompt), chunks(prompt)
     for number, each in enumerate(list(fleet.replicas.values())):
-        stored(fleet, each.id, Tier.GPU, ids[: 64 * number])
+        stored(fleet, each.id, KvTier.GPU, ids[: 64 * number])
         snapshot(fleet, each.id, cpu=keys[:300], disk=keys[:800], remote=keys[:1200])
         each.queue.join(100.0 * number, 0.0)
         each.errors.note(1.0, 1.5)

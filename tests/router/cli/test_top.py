@@ -38,12 +38,12 @@ HELLO = [{"role": "user", "content": "hello"}]
 @pytest.fixture
 def shown() -> dict[str, Any]:
     """The state of a fleet of two, one of them down, after two requests."""
-    from router.index.prompt_keys import Tier
+    from router.index.prompt_keys import KvTier
 
     fleet, recent = make_fleet(2), Recent(0.0)
     fleet.down("r1")
     fleet.set_kv_capacity("r0", 12_800)
-    stored(fleet, "r0", Tier.GPU, blocks(tokens(6400)))
+    stored(fleet, "r0", KvTier.GPU, blocks(tokens(6400)))
     fleet.start(place(fleet, tokens(64)), 0.0)
     half = matched(gpu=40, cpu=20)
     recent.observe(ended(20.0, replica_id="r0", matched_tokens=half, ttft_s=0.045))

@@ -13,7 +13,7 @@ from router.feeds.kv_subscriber import KvEndpoints, KvSubscriber
 from router.fleet.fleet import Fleet
 from router.index.kv_events import KvBatch, KvEventReader
 from router.index.prefix_index import PrefixIndex
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 from tests.router.agent_server import AgentServer, serving, until
 from tests.router.feeds.kv_publisher import publisher, stored
 from tests.router.feeds.test_replica_feed import feeding
@@ -33,7 +33,7 @@ class Turns:
             monkeypatch.setattr(PrefixIndex, change, self._counted(getattr(PrefixIndex, change)))
 
     def _counted(self, change: Callable[..., None]) -> Callable[..., None]:
-        def counted(index: PrefixIndex, slot: int, tier: Tier, keys: Sequence[int]) -> None:
+        def counted(index: PrefixIndex, slot: int, tier: KvTier, keys: Sequence[int]) -> None:
             if not self.keys:
                 self.first_piece()
             self.keys[self.now] += len(keys)
@@ -54,9 +54,9 @@ async def test_a_snapshot_and_a_long_batch_are_taken_in_pieces(
     agent.held = {"cpu": KEYS[:7_000], "disk": KEYS}
     counting = asyncio.create_task(turns.count())
     async with serving(agent.app()) as url, feeding(agent_url=url) as fleet:
-        assert fleet.index.held(0) == {Tier.CPU: 7_000, Tier.DISK: len(KEYS)}
+        assert fleet.index.held(0) == {KvTier.CPU: 7_000, KvTier.DISK: len(KEYS)}
         await agent.change("remote", True, KEYS)
-        await until(lambda: fleet.index.held(0).get(Tier.REMOTE) == len(KEYS))
+        await until(lambda: fleet.index.held(0).get(KvTier.REMOTE) == len(KEYS))
         fleet.index.check()
     counting.cancel()
     assert turns.keys.total() == 7_000 + 2 * len(KEYS)
@@ -76,7 +76,7 @@ async def test_what_changes_while_a_snapshot_is_taken_wins_over_it(
     turns.first_piece = change
     async with serving(agent.app()) as url, feeding(agent_url=url) as fleet:
         await until(lambda: turns.keys.total() == len(KEYS) + 2)
-        assert fleet.index.held(0) == {Tier.DISK: len(KEYS) - 2}
+        assert fleet.index.held(0) == {KvTier.DISK: len(KEYS) - 2}
         assert not fleet.index.match(0, KEYS[-2:]).runs
     assert agent.calls.count("/snapshot") == 1
 

@@ -14,7 +14,7 @@ from aiohttp import web
 from router.config.settings import ReplicaConfig, RouterConfig
 from router.feeds.feeds import Feeds, poll_gap_s
 from router.fleet.fleet import Fleet
-from router.index.prompt_keys import Tier, keys64
+from router.index.prompt_keys import KvTier, keys64
 from tests.router.agent_server import AgentServer, serving, until
 from tests.router.feeds.kv_publisher import KvPublisher, publisher, removed, stored
 from tests.router.fleet.helpers import place
@@ -61,7 +61,7 @@ async def test_a_snapshot_is_there_before_the_first_request() -> None:
     agent = AgentServer()
     agent.held = {"cpu": CHUNKS[:2], "disk": CHUNKS}
     async with serving(agent.app()) as url, feeding(agent_url=url) as fleet:
-        assert matched(fleet) == {Tier.CPU: 128, Tier.DISK: 128}
+        assert matched(fleet) == {KvTier.CPU: 128, KvTier.DISK: 128}
         assert list(fleet.replicas) == ["instance1"]
 
 
@@ -69,9 +69,9 @@ async def test_changes_follow_the_snapshot() -> None:
     agent = AgentServer()
     async with serving(agent.app()) as url, feeding(agent_url=url) as fleet:
         await agent.change("cpu", True, CHUNKS)
-        await until(lambda: matched(fleet) == {Tier.CPU: 256})
+        await until(lambda: matched(fleet) == {KvTier.CPU: 256})
         await agent.change("cpu", False, CHUNKS[2:])
-        await until(lambda: matched(fleet) == {Tier.CPU: 128})
+        await until(lambda: matched(fleet) == {KvTier.CPU: 128})
         assert agent.calls.count("/snapshot") == 1
 
 
@@ -82,11 +82,11 @@ async def test_changes_soon_after_others_are_asked_for_at_once(
     agent = AgentServer()
     async with serving(agent.app()) as url, feeding(agent_url=url) as fleet:
         await agent.change("cpu", True, CHUNKS[:1])
-        await until(lambda: matched(fleet) == {Tier.CPU: 64})
+        await until(lambda: matched(fleet) == {KvTier.CPU: 64})
         for chunk in CHUNKS[1:]:
             await agent.change("cpu", True, [chunk])
             await asyncio.sleep(0.01)
-        await until(lambda: matched(fleet) == {Tier.CPU: 256})
+        await until(lambda: matched(fleet) == {KvTier.CPU: 256})
         assert agent.calls.count("/events") <= 3  # the first news, the others, what comes next
 
 
@@ -119,7 +119,7 @@ async def test_a_history_that_is_gone_is_replaced_by_a_snapshot() -> None:
         agent.held = {"disk": CHUNKS[:1]}
         agent.oldest = agent.seq = 100
         await agent.change("disk", True, CHUNKS[1:2])
-        await until(lambda: matched(fleet) == {Tier.DISK: 128})
+        await until(lambda: matched(fleet) == {KvTier.DISK: 128})
 
 
 async def test_a_restart_is_noticed_and_its_disk_known_again(
@@ -129,11 +129,11 @@ async def test_a_restart_is_noticed_and_its_disk_known_again(
         agent = AgentServer(**info_ports(before))
         async with serving(agent.app()) as url, feeding(agent_url=url) as fleet:
             await before.publish(stored(BLOCKS[:8]))
-            await until(lambda: matched(fleet) == {Tier.GPU: 128})
+            await until(lambda: matched(fleet) == {KvTier.GPU: 128})
             await after.publish(stored(BLOCKS[:2]))
             agent.info |= info_ports(after)
             await agent.restart("two", disk=CHUNKS[:3])
-            await until(lambda: matched(fleet) == {Tier.GPU: 32, Tier.DISK: 160})
+            await until(lambda: matched(fleet) == {KvTier.GPU: 32, KvTier.DISK: 160})
 
 
 async def test_an_agent_that_comes_late_is_found(caplog: pytest.LogCaptureFixture) -> None:
@@ -145,7 +145,7 @@ async def test_an_agent_that_comes_late_is_found(caplog: pytest.LogCaptureFixtur
             assert matched(fleet) == {}
             agent.held = {"disk": CHUNKS}
             async with serving(agent.app(), port):
-                await until(lambda: matched(fleet) == {Tier.DISK: 256})
+                await until(lambda: matched(fleet) == {KvTier.DISK: 256})
     assert sum("does not answer" in record.message for record in caplog.records) == 1
 
 
@@ -155,7 +155,7 @@ async def test_an_agent_that_fails_for_a_while_is_asked_again() -> None:
     async with serving(agent.app()) as url, feeding(agent_url=url) as fleet:
         agent.failure = None
         agent.held = {"cpu": CHUNKS}
-        await until(lambda: matched(fleet) == {Tier.CPU: 256})
+        await until(lambda: matched(fleet) == {KvTier.CPU: 256})
 
 
 async def test_gpu_blocks_come_from_vllm_and_the_rest_from_the_agent(
@@ -166,10 +166,10 @@ async def test_gpu_blocks_come_from_vllm_and_the_rest_from_the_agent(
         agent = AgentServer(**info_ports(source))
         agent.held = {"cpu": CHUNKS[:2]}
         async with serving(agent.app()) as url, feeding(agent_url=url) as fleet:
-            await until(lambda: matched(fleet) == {Tier.GPU: 96, Tier.CPU: 32})
+            await until(lambda: matched(fleet) == {KvTier.GPU: 96, KvTier.CPU: 32})
             await source.publish(removed(BLOCKS[4:6]))
             await source.publish(stored(BLOCKS, medium="CPU"))  # the agent knows better
-            await until(lambda: matched(fleet) == {Tier.GPU: 64, Tier.CPU: 64})
+            await until(lambda: matched(fleet) == {KvTier.GPU: 64, KvTier.CPU: 64})
 
 
 async def test_a_stock_vllm_tells_where_its_events_are(context: zmq.asyncio.Context) -> None:
@@ -189,7 +189,7 @@ async def test_a_stock_vllm_tells_where_its_events_are(context: zmq.asyncio.Cont
         app = web.Application()
         app.router.add_get("/kv_event_sources", sources)
         async with serving(app) as url, feeding(url=url) as fleet:
-            await until(lambda: matched(fleet) == {Tier.GPU: 128, Tier.CPU: 128})
+            await until(lambda: matched(fleet) == {KvTier.GPU: 128, KvTier.CPU: 128})
             # A replay is applied before its end is known.
             await until(lambda: next(iter(fleet.replicas.values())).has_events)
 
@@ -216,7 +216,7 @@ async def test_a_replica_that_joined_in_another_s_place_is_followed(
             await until(lambda: any(each.done() for each in before))
             assert new.has_events
             feeds.joined(new)
-            await until(lambda: matched(fleet) == {Tier.GPU: 256})
+            await until(lambda: matched(fleet) == {KvTier.GPU: 256})
         finally:
             await feeds.stop()
 
@@ -231,7 +231,7 @@ async def test_a_gpu_cache_that_is_reset_leaves_what_the_cpu_holds(
         await source.publish({"type": "AllBlocksCleared"})
         endpoints = {"kv_events": source.endpoint, "kv_replay": source.replay_endpoint}
         async with feeding(**endpoints) as fleet:
-            await until(lambda: matched(fleet) == {Tier.CPU: 256})
+            await until(lambda: matched(fleet) == {KvTier.CPU: 256})
 
 
 async def test_a_stock_vllm_that_dies_is_forgotten_and_found_again(
@@ -245,13 +245,13 @@ async def test_a_stock_vllm_that_dies_is_forgotten_and_found_again(
         fleet = await stack.enter_async_context(feeding(kv_events=f"tcp://127.0.0.1:{port}"))
         await source.subscribed()
         await source.publish(stored(BLOCKS[:4], token_ids[:64]))
-        await until(lambda: matched(fleet) == {Tier.GPU: 64})
+        await until(lambda: matched(fleet) == {KvTier.GPU: 64})
         await source.close()
         await until(lambda: matched(fleet) == {})
         again = await stack.enter_async_context(publisher(context, port=port))
         await again.subscribed()
         await again.publish(stored(BLOCKS[:2], token_ids[:32]))
-        await until(lambda: matched(fleet) == {Tier.GPU: 32})
+        await until(lambda: matched(fleet) == {KvTier.GPU: 32})
 
 
 async def test_an_unknown_seed_is_said_once(

@@ -10,7 +10,7 @@ from router.fleet.decision import Candidate, Decision, Reason
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica
 from router.index.kv_events import BlocksStored, KvBatch
-from router.index.prompt_keys import PromptKeyCache, PromptKeys, PromptView, Tier, keys64
+from router.index.prompt_keys import KvTier, PromptKeyCache, PromptKeys, PromptView, keys64
 from router.scheduling.request_scheduler import PlacementRequest, RequestScheduler
 from tests.router.prompt.prompts_given import GivenPrompt
 from warmroute_common.agent_protocol import InstanceInfo, Snapshot, TierInfo, pack_keys
@@ -80,7 +80,7 @@ def chunks(prompt: GivenPrompt) -> list[bytes]:
     return chunk_keys(prompt.chain(SCHEME, BLOCK), CHUNK // BLOCK)
 
 
-def stored(fleet: Fleet, name: str, tier: Tier, keys: list[int]) -> None:
+def stored(fleet: Fleet, name: str, tier: KvTier, keys: list[int]) -> None:
     fleet.apply_kv(name, KvBatch(0, 0.0, [BlocksStored(tier, keys)]), 0.0)
 
 
@@ -125,7 +125,7 @@ def candidate(
     return Candidate(
         replica=replica,
         keys=PromptKeys(keys=[], block_tokens=16, blocks_per_chunk=4, chain=chain),
-        matched_tokens={Tier.GPU: matched} if matched else {},
+        matched_tokens={KvTier.GPU: matched} if matched else {},
         work=Work(new_tokens=1),
         cost=Cost(
             base_s=0.0,

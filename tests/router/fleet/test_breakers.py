@@ -2,7 +2,7 @@
 
 from router.fleet.fleet import Fleet
 from router.fleet.in_flight import Ticket
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 from tests.router.fleet.helpers import blocks, chunks, fail_at, make_fleet, place, snapshot, stored
 from tests.router.prompt.prompts_given import tokens
 from tests.router.scheduling.helpers import make_copying_fleet
@@ -17,7 +17,7 @@ def start(fleet: Fleet, now_s: float = 0.0, **more: object) -> Ticket:
 def held_at_r0() -> Fleet:
     """Two replicas, of which the first holds the prompt: everything goes there."""
     fleet = make_fleet(2)
-    stored(fleet, "r0", Tier.GPU, blocks(PROMPT))
+    stored(fleet, "r0", KvTier.GPU, blocks(PROMPT))
     assert place(fleet, PROMPT).replica_id == "r0"
     return fleet
 
@@ -73,7 +73,7 @@ def test_a_replica_that_was_down_is_tried_when_it_is_up() -> None:
     fail_at(fleet, "r0")
     fleet.down("r0")
     fleet.up("r0")
-    stored(fleet, "r0", Tier.GPU, blocks(PROMPT))
+    stored(fleet, "r0", KvTier.GPU, blocks(PROMPT))
     assert place(fleet, PROMPT, 1.0).replica_id == "r0"
 
 

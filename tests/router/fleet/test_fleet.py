@@ -12,7 +12,7 @@ from router.fleet.decision import Reason
 from router.fleet.fleet import Fleet
 from router.fleet.replica import ReplicaState
 from router.index.kv_events import BlocksRemoved, BlocksStored, FirstBlocks, GpuCleared, KvBatch
-from router.index.prompt_keys import Tier, keys64
+from router.index.prompt_keys import KvTier, keys64
 from tests.router.fleet.helpers import (
     BLOCK,
     CHUNK,
@@ -37,11 +37,11 @@ from warmroute_common.keys import HashScheme, chunk_keys, key64
 
 def test_the_replica_that_holds_the_prefix_gets_the_request() -> None:
     fleet, prompt = make_fleet(3), tokens(640)
-    stored(fleet, "r1", Tier.GPU, blocks(prompt))
+    stored(fleet, "r1", KvTier.GPU, blocks(prompt))
     decision = place(fleet, prompt)
     assert (decision.replica_id, decision.reason) == ("r1", Reason.LONGEST_MATCH)
     assert decision.url == "http://host:8001"
-    assert decision.matched_tokens == {Tier.GPU: 640}
+    assert decision.matched_tokens == {KvTier.GPU: 640}
     assert [each.replica_id for each in decision.candidates] == ["r0", "r1", "r2"]
 
 
@@ -49,11 +49,11 @@ def test_tiers_are_told_apart_and_slow_chunks_are_to_be_prefetched() -> None:
     """320 tokens: 2 chunks and 1 block on the GPU, then cpu, disk, disk."""
     fleet, prompt = make_fleet(), tokens(320)
     keys = chunks(prompt)
-    stored(fleet, "r0", Tier.GPU, blocks(prompt)[:9])
+    stored(fleet, "r0", KvTier.GPU, blocks(prompt)[:9])
     snapshot(fleet, "r0", cpu=[keys[2]], disk=keys[2:])
     decision = place(fleet, prompt)
     assert decision.replica_id == "r0"
-    assert decision.matched_tokens == {Tier.GPU: 144, Tier.CPU: 48, Tier.DISK: 128}
+    assert decision.matched_tokens == {KvTier.GPU: 144, KvTier.CPU: 48, KvTier.DISK: 128}
     assert decision.prefetch_keys == tuple(keys[3:])
     assert decision.expected_gain_s == pytest.approx(0.112, rel=0.1), "the last block is computed"
 
@@ -61,7 +61,7 @@ def test_tiers_are_told_apart_and_slow_chunks_are_to_be_prefetched() -> None:
 def test_a_faster_tier_beats_a_slower_one() -> None:
     fleet, prompt = make_fleet(), tokens(6400)
     snapshot(fleet, "r0", disk=chunks(prompt))
-    stored(fleet, "r1", Tier.GPU, blocks(prompt))
+    stored(fleet, "r1", KvTier.GPU, blocks(prompt))
     assert place(fleet, prompt).replica_id == "r1"
 
 
@@ -79,8 +79,8 @@ def test_replicas_of_different_kinds_are_compared() -> None:
             chunk_tokens=256,
         ),
     )
-    stored(fleet, "r0", Tier.GPU, blocks(prompt)[:30])
-    stored(fleet, "r1", Tier.GPU, keys64(prompt.chain(other, 128))[:3])
+    stored(fleet, "r0", KvTier.GPU, blocks(prompt)[:30])
+    stored(fleet, "r1", KvTier.GPU, keys64(prompt.chain(other, 128))[:3])
     snapshot(fleet, "r1", cpu=chunk_keys(prompt.chain(other, 128), 2))
     matched = {each.replica_id: each.matched_tokens for each in place(fleet, prompt).candidates}
     assert matched == {"r0": {"gpu": 480}, "r1": {"gpu": 384, "cpu": 128}}
@@ -102,9 +102,9 @@ def test_agent_events_change_what_a_snapshot_told() -> None:
             ],
         ),
     )
-    assert place(fleet, prompt).matched_tokens == {Tier.DISK: 64, Tier.CPU: 128}
+    assert place(fleet, prompt).matched_tokens == {KvTier.DISK: 64, KvTier.CPU: 128}
     snapshot(fleet, "r0", cpu=keys[:1])
-    assert place(fleet, prompt).matched_tokens == {Tier.CPU: 64}
+    assert place(fleet, prompt).matched_tokens == {KvTier.CPU: 64}
 
 
 def test_lower_tiers_in_kv_events_count_only_without_an_agent() -> None:
@@ -113,9 +113,11 @@ def test_lower_tiers_in_kv_events_count_only_without_an_agent() -> None:
     stock.following_kv("r0")
     first = FirstBlocks(blocks(prompt), list(prompt.token_ids or ()), BLOCK)
     for fleet in (with_agent, stock):
-        fleet.apply_kv("r0", KvBatch(0, 0.0, [first, BlocksStored(Tier.CPU, blocks(prompt))]), 0.0)
+        fleet.apply_kv(
+            "r0", KvBatch(0, 0.0, [first, BlocksStored(KvTier.CPU, blocks(prompt))]), 0.0
+        )
     assert place(with_agent, prompt).matched_tokens == {}
-    assert place(stock, prompt).matched_tokens == {Tier.CPU: 256}
+    assert place(stock, prompt).matched_tokens == {KvTier.CPU: 256}
 
 
 def test_a_burst_of_one_prompt_meets_at_the_replica_that_computes_it() -> None:
@@ -140,7 +142,7 @@ def test_a_crowded_replica_does_not_get_everything() -> None:
     """Requests that share a short prefix go elsewhere when its holder's queue is long."""
     fleet = make_fleet(2)
     shared = tokens(160)
-    stored(fleet, "r0", Tier.GPU, blocks(shared))
+    stored(fleet, "r0", KvTier.GPU, blocks(shared))
     picked = []
     for number in range(10):
         prompt = GivenPrompt([*range(160), *range(10_000 * number, 10_000 * number + 4000)])
@@ -154,17 +156,17 @@ def test_a_claim_is_confirmed_by_events_and_then_outlives_its_time() -> None:
     fleet, prompt = make_fleet(), tokens(640)
     ticket = fleet.start(place(fleet, prompt), 0.0)
     name = place(fleet, prompt).replica_id
-    stored(fleet, name, Tier.GPU, blocks(prompt)[:20])
+    stored(fleet, name, KvTier.GPU, blocks(prompt)[:20])
     ticket.first_byte(1.0)
     ticket.finish(2.0, ok=True)
     fleet.tick(31.0)
-    assert place(fleet, prompt, 31.0).matched_tokens == {Tier.GPU: 320}
+    assert place(fleet, prompt, 31.0).matched_tokens == {KvTier.GPU: 320}
 
 
 def test_a_request_that_failed_withdraws_its_claim() -> None:
     fleet, prompt = make_fleet(), tokens(640)
     ticket = fleet.start(place(fleet, prompt), 0.0)
-    assert place(fleet, prompt).matched_tokens == {Tier.GPU: 640}
+    assert place(fleet, prompt).matched_tokens == {KvTier.GPU: 640}
     ticket.finish(1.0, ok=False)
     assert place(fleet, prompt).matched_tokens == {}
     fleet.index.check()
@@ -225,7 +227,7 @@ def test_who_has_not_answered_yet_is_taken_to_be_like_those_who_have() -> None:
         ticket = fleet.start(place(fleet, fresh, at_s, exclude={"r0", "r1"} - {holder}), at_s)
         ticket.first_byte(at_s + 11.0)
         ticket.finish(at_s + 12.0, ok=True)
-    stored(fleet, holder, Tier.GPU, blocks(prompt))
+    stored(fleet, holder, KvTier.GPU, blocks(prompt))
     decision = place(fleet, prompt, 60.0)
     assert decision.replica_id == holder
     rates = [each.rates.per_second(CostPart.PREFILL) for each in fleet.replicas.values()]
@@ -249,7 +251,7 @@ def test_only_streamed_answers_teach() -> None:
 def test_cached_tokens_tell_what_a_ttft_was_for() -> None:
     """The router believed in 6,400 cached tokens; the replica had none of them."""
     fleet, prompt = make_fleet(1), tokens(6400)
-    stored(fleet, "r0", Tier.GPU, blocks(prompt))
+    stored(fleet, "r0", KvTier.GPU, blocks(prompt))
     rates = fleet.replicas["r0"].rates
     decision = place(fleet, prompt)
     ticket = fleet.start(decision, 0.0)
@@ -324,7 +326,7 @@ def test_deciding_changes_nothing() -> None:
 
 def test_a_retry_leaves_out_what_was_tried() -> None:
     fleet, prompt = make_fleet(2), tokens(640)
-    stored(fleet, "r0", Tier.GPU, blocks(prompt))
+    stored(fleet, "r0", KvTier.GPU, blocks(prompt))
     decision = place(fleet, prompt, exclude=("r0",))
     assert (decision.replica_id, decision.reason) == ("r1", Reason.RETRY)
     with pytest.raises(NoReplicaError, match=r"r0 was tried, r1 was tried"):
@@ -365,7 +367,7 @@ def test_models_decide_who_may_answer() -> None:
 def test_replicas_not_asked_yet_are_used_only_when_none_is_up() -> None:
     fleet = make_fleet(2)
     fleet.replicas["r0"].state = ReplicaState.UNKNOWN
-    stored(fleet, "r0", Tier.GPU, blocks(tokens(640)))
+    stored(fleet, "r0", KvTier.GPU, blocks(tokens(640)))
     assert place(fleet, tokens(640)).replica_id == "r1"
     fleet.down("r1")
     assert place(fleet, tokens(640)).reason is Reason.ONLY_REPLICA
@@ -383,7 +385,7 @@ def test_a_draining_replica_gets_nothing_until_resumed() -> None:
 
 def test_a_new_incarnation_is_forgotten_at_once() -> None:
     fleet, prompt = make_fleet(), tokens(256)
-    stored(fleet, "r0", Tier.GPU, blocks(prompt))
+    stored(fleet, "r0", KvTier.GPU, blocks(prompt))
     snapshot(fleet, "r0", cpu=chunks(prompt))
     assert not fleet.apply_info("r0", info("r0"))
     assert place(fleet, prompt).matched_tokens != {}
@@ -393,17 +395,17 @@ def test_a_new_incarnation_is_forgotten_at_once() -> None:
 
 def test_lost_events_take_only_the_gpu_with_them_where_an_agent_tells() -> None:
     fleet, prompt = make_fleet(), tokens(256)
-    stored(fleet, "r0", Tier.GPU, blocks(prompt))
+    stored(fleet, "r0", KvTier.GPU, blocks(prompt))
     snapshot(fleet, "r0", cpu=chunks(prompt))
     fleet.lost_kv("r0")
-    assert place(fleet, prompt).matched_tokens == {Tier.CPU: 256}
+    assert place(fleet, prompt).matched_tokens == {KvTier.CPU: 256}
 
 
 def test_removed_and_cleared_blocks_are_gone() -> None:
     fleet, prompt = make_fleet(), tokens(256)
-    stored(fleet, "r0", Tier.GPU, blocks(prompt))
-    fleet.apply_kv("r0", KvBatch(1, 0.0, [BlocksRemoved(Tier.GPU, blocks(prompt)[8:])]), 0.0)
-    assert place(fleet, prompt).matched_tokens == {Tier.GPU: 128}
+    stored(fleet, "r0", KvTier.GPU, blocks(prompt))
+    fleet.apply_kv("r0", KvBatch(1, 0.0, [BlocksRemoved(KvTier.GPU, blocks(prompt)[8:])]), 0.0)
+    assert place(fleet, prompt).matched_tokens == {KvTier.GPU: 128}
     fleet.apply_kv("r0", KvBatch(2, 0.0, [GpuCleared()]), 0.0)
     assert place(fleet, prompt).matched_tokens == {}
 
@@ -419,9 +421,9 @@ def test_a_replica_that_tells_nothing_is_remembered_by_text() -> None:
     ticket.finish(2.0, ok=True)
     again = place(fleet, prompt, 600.0)
     assert again.replica_id == second.replica_id
-    assert again.matched_tokens == {Tier.GPU: 2048}
+    assert again.matched_tokens == {KvTier.GPU: 2048}
     longer = GivenPrompt(None, "a" * 8192 + "b" * 5000)
-    assert place(fleet, longer, 600.0).matched_tokens == {Tier.GPU: 2048}
+    assert place(fleet, longer, 600.0).matched_tokens == {KvTier.GPU: 2048}
     fleet.tick(601.0)
     assert place(fleet, prompt, 601.0).matched_tokens == {}
 
@@ -439,11 +441,11 @@ def test_a_stock_vllms_scheme_is_found_out() -> None:
     scheme = HashScheme("xxhash", "0")
     keys = keys64(prompt.chain(scheme, BLOCK))
     first = FirstBlocks(keys, list(prompt.token_ids or ()), BLOCK)
-    fleet.apply_kv("r0", KvBatch(0, 0.0, [first, BlocksStored(Tier.GPU, keys)]), 0.0)
+    fleet.apply_kv("r0", KvBatch(0, 0.0, [first, BlocksStored(KvTier.GPU, keys)]), 0.0)
     shape = fleet.replicas["r0"].shape
     assert shape is not None
     assert (shape.scheme, shape.block_tokens) == (scheme, BLOCK)
-    assert place(fleet, prompt).matched_tokens == {Tier.GPU: 256}
+    assert place(fleet, prompt).matched_tokens == {KvTier.GPU: 256}
 
 
 def test_a_random_seed_is_named_as_the_problem() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from router.fleet.fleet import Fleet
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 from tests.router.fleet.helpers import blocks, make_fleet, place, stored
 from tests.router.prompt.prompts_given import GivenPrompt
 
@@ -30,7 +30,7 @@ def test_what_was_sent_there_is_found_by_its_text(fleet: Fleet) -> None:
 
 def test_keys_of_the_routers_tokens_say_nothing_about_it(fleet: Fleet) -> None:
     for name in ("r0", "r1"):
-        stored(fleet, name, Tier.GPU, blocks(PROMPT))
+        stored(fleet, name, KvTier.GPU, blocks(PROMPT))
     assert held(fleet) == {"r0": 1600, "r1": 0}
 
 
@@ -41,6 +41,6 @@ def test_it_gives_no_chunks_to_those_that_are_matched_by_tokens(fleet: Fleet) ->
 
 
 def test_it_is_matched_by_tokens_again_when_they_agree(fleet: Fleet) -> None:
-    stored(fleet, "r1", Tier.GPU, blocks(PROMPT))
+    stored(fleet, "r1", KvTier.GPU, blocks(PROMPT))
     fleet.match_by_text(set())
     assert held(fleet) == {"r0": 0, "r1": 1600}

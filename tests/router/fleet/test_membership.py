@@ -14,7 +14,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.in_flight import Ticket
 from router.fleet.replica import Replica, ReplicaState
 from router.index.kv_events import BlocksStored, KvBatch
-from router.index.prompt_keys import Tier, keys64
+from router.index.prompt_keys import KvTier, keys64
 from tests.router.fleet.helpers import BLOCK, blocks, info, make_fleet, place
 from tests.router.prompt.prompts_given import tokens
 from warmroute_common.agent_protocol import Snapshot, pack_keys
@@ -68,9 +68,9 @@ def test_what_is_told_of_a_removed_replica_is_not_noted() -> None:
     slot = fleet.replicas["r0"].slot
     fleet.remove("r0")
     keys = blocks(tokens(128))
-    batch = KvBatch(seq=0, ts=0.0, events=[BlocksStored(Tier.GPU, keys)])
+    batch = KvBatch(seq=0, ts=0.0, events=[BlocksStored(KvTier.GPU, keys)])
     fleet.apply_kv("r0", batch, 0.0)
-    fleet.change_lower("r0", Tier.DISK, keys, stored=True)
+    fleet.change_lower("r0", KvTier.DISK, keys, stored=True)
     tiers = {"disk": pack_keys(keys)}
     fleet.apply_snapshot("r0", Snapshot(incarnation="one", seq=0, tiers=tiers))
     assert sum(fleet.index.held(slot).values()) == 0
@@ -94,7 +94,7 @@ def test_its_slot_is_another_s_only_when_the_index_has_no_bits_of_it() -> None:
     fleet = make_fleet(2)
     slot = fleet.replicas["r1"].slot
     many = list(range(25_000))
-    fleet.change_lower("r1", Tier.DISK, many, stored=True)
+    fleet.change_lower("r1", KvTier.DISK, many, stored=True)
     fleet.remove("r1")
     fleet.tick(0.0)
     fleet.tick(LONG_S)
@@ -240,7 +240,7 @@ class ComingAndGoing(RuleBasedStateMachine):
         name = f"new:{number}"
         if (replica := self.fleet.replicas.find(name)) is None:
             return
-        self.fleet.change_lower(name, Tier.DISK, keys, stored=stored)
+        self.fleet.change_lower(name, KvTier.DISK, keys, stored=stored)
         if not replica.is_removed:
             self.held[replica] |= set(keys) if stored else set()
             self.held[replica] -= set() if stored else set(keys)
@@ -307,8 +307,8 @@ class ComingAndGoing(RuleBasedStateMachine):
     def each_holds_what_it_was_told_to_since_it_joined(self) -> None:
         for replica in self.present.values():
             held = self.fleet.index.held(replica.slot)
-            assert held.get(Tier.DISK, 0) == len(self.held[replica]), replica
-            assert not held.get(Tier.GPU)
+            assert held.get(KvTier.DISK, 0) == len(self.held[replica]), replica
+            assert not held.get(KvTier.GPU)
 
     def teardown(self) -> None:
         for each in self.open:

@@ -8,7 +8,7 @@ import pytest
 from router.fleet.fleet import Fleet
 from router.fleet.in_flight import Ticket
 from router.fleet.replica import Replica
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 from tests.router.fleet.helpers import blocks, in_cpu_ram, make_fleet, place, stored
 from tests.router.prompt.prompts_given import GivenPrompt, text, tokens
 from tests.router.scheduling.helpers import Driver, make_learned_fleet
@@ -77,10 +77,10 @@ def test_the_event_of_its_last_block_ends_its_prefill() -> None:
     in_cpu_ram(fleet, prompt)
     replica = fleet.replicas["r0"]
     tickets = [start(fleet, prompt)[0] for _ in range(2)]
-    stored(fleet, "r0", Tier.CPU, blocks(prompt))
-    stored(fleet, "r0", Tier.GPU, blocks(prompt)[:-1])
+    stored(fleet, "r0", KvTier.CPU, blocks(prompt))
+    stored(fleet, "r0", KvTier.GPU, blocks(prompt)[:-1])
     assert counts(replica) == (2, 0), "the second finds what the first one loads"
-    stored(fleet, "r0", Tier.GPU, blocks(prompt)[-1:])
+    stored(fleet, "r0", KvTier.GPU, blocks(prompt)[-1:])
     assert counts(replica) == (0, 2)
     for ticket in tickets:
         ticket.finish(20.0, ok=False)
@@ -102,7 +102,7 @@ def test_one_of_one_token_teaches() -> None:
 def test_answers_are_timed_from_the_event_of_the_last_block() -> None:
     fleet, prompt = make_fleet(1), tokens(640)
     ticket, _ = start(fleet, prompt)
-    stored(fleet, "r0", Tier.GPU, blocks(prompt))
+    stored(fleet, "r0", KvTier.GPU, blocks(prompt))
     ticket.first_byte(4.0, streamed=False)
     ticket.finish(4.0, ok=True)
     assert fleet.replicas["r0"].answers == 1
@@ -122,7 +122,7 @@ def test_events_of_another_replica_tell_nothing() -> None:
     start(fleet, prompt)
     (busy,) = [each for each in fleet.replicas.values() if each.waiting]
     (idle,) = [each for each in fleet.replicas.values() if not each.waiting]
-    stored(fleet, idle.id, Tier.GPU, blocks(prompt))
+    stored(fleet, idle.id, KvTier.GPU, blocks(prompt))
     assert busy.waiting == 1
 
 

@@ -9,23 +9,23 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from router.index.holders import slots
 from router.index.prefix_index import PrefixIndex, SpeculativeEntry
-from router.index.prompt_keys import LOWER_TIERS, Match, Tier
+from router.index.prompt_keys import LOWER_TIERS, KvTier, Match
 
 CHAIN = list(range(100, 124))
 KEYS = st.lists(st.sampled_from(CHAIN), max_size=8)
 REPLICAS = st.integers(0, 2)
-TIERS = st.sampled_from(list(Tier))
+TIERS = st.sampled_from(list(KvTier))
 STEPS = st.sampled_from([1, 2, 4])
 
 
 def naive_match(
-    gpu: set[int], lower: dict[Tier, set[int]], keys: Sequence[int], step: int
-) -> tuple[int, list[Tier]]:
+    gpu: set[int], lower: dict[KvTier, set[int]], keys: Sequence[int], step: int
+) -> tuple[int, list[KvTier]]:
     """Return GPU blocks, and the tier of each chunk from the one that holds their end."""
     blocks = 0
     while blocks < len(keys) and keys[blocks] in gpu:
         blocks += 1
-    tiers: list[Tier] = []
+    tiers: list[KvTier] = []
     if blocks == len(keys):
         return blocks, tiers
     for end in range((blocks // step + 1) * step, len(keys) + 1, step):
@@ -59,12 +59,12 @@ class IndexMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.index = PrefixIndex(max_keys=10_000)
-        self.held: dict[tuple[int, Tier], Counter[int]] = {}
+        self.held: dict[tuple[int, KvTier], Counter[int]] = {}
         self.claims: list[tuple[SpeculativeEntry, int, set[int], float]] = []
         self.former: dict[SpeculativeEntry, dict[int, set[int]]] = {}
         self.now_s = 0.0
 
-    def counter(self, replica: int, tier: Tier) -> Counter[int]:
+    def counter(self, replica: int, tier: KvTier) -> Counter[int]:
         return self.held.setdefault((replica, tier), Counter())
 
     def believed(self, replica: int) -> set[int]:
@@ -80,31 +80,31 @@ class IndexMachine(RuleBasedStateMachine):
                 claimed -= set(keys)
 
     @rule(replica=REPLICAS, tier=TIERS, keys=KEYS, counted=st.booleans())
-    def add(self, replica: int, tier: Tier, keys: list[int], counted: bool) -> None:
+    def add(self, replica: int, tier: KvTier, keys: list[int], counted: bool) -> None:
         self.index.add(replica, tier, keys, counted=counted)
         for key in keys:
             counter = self.counter(replica, tier)
             counter[key] = counter[key] + 1 if counted else 1
-        if tier is Tier.GPU:
+        if tier is KvTier.GPU:
             self.drop_belief(replica, keys)
 
     @rule(replica=REPLICAS, tier=TIERS, keys=KEYS)
-    def remove(self, replica: int, tier: Tier, keys: list[int]) -> None:
+    def remove(self, replica: int, tier: KvTier, keys: list[int]) -> None:
         self.index.remove(replica, tier, keys)
         for key in keys:
             counter = self.counter(replica, tier)
             counter[key] -= 1
             if counter[key] <= 0:
                 del counter[key]
-                if tier is Tier.GPU:
+                if tier is KvTier.GPU:
                     self.drop_belief(replica, [key])
 
     @rule(replica=REPLICAS, tiers=st.none() | st.sets(TIERS))
-    def forget(self, replica: int, tiers: set[Tier] | None) -> None:
+    def forget(self, replica: int, tiers: set[KvTier] | None) -> None:
         self.index.forget(replica, tiers)
-        for tier in Tier if tiers is None else tiers:
+        for tier in KvTier if tiers is None else tiers:
             self.counter(replica, tier).clear()
-        if tiers is None or Tier.GPU in tiers:
+        if tiers is None or KvTier.GPU in tiers:
             self.drop_belief(replica, CHAIN)
 
     @rule(replica=REPLICAS, length=st.integers(1, len(CHAIN)), ttl_s=st.integers(1, 5))
@@ -122,7 +122,7 @@ class IndexMachine(RuleBasedStateMachine):
             claims = [each[2] for each in self.claims if each[1] == replica and key in each[2]]
             if claims:
                 (found[key],) = claims
-            elif key not in self.counter(replica, Tier.GPU):
+            elif key not in self.counter(replica, KvTier.GPU):
                 break
         return found
 
@@ -154,7 +154,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(replica=REPLICAS, step=STEPS, start=st.integers(0, 3), length=st.integers(0, len(CHAIN)))
     def match(self, replica: int, step: int, start: int, length: int) -> None:
         keys = CHAIN[start : start + length]
-        gpu = set(self.counter(replica, Tier.GPU)) | self.believed(replica)
+        gpu = set(self.counter(replica, KvTier.GPU)) | self.believed(replica)
         lower = {tier: set(self.counter(replica, tier)) for tier in LOWER_TIERS}
         blocks, tiers = naive_match(gpu, lower, keys, step)
         found = self.index.match(replica, keys, step)
@@ -192,7 +192,7 @@ class BoundedMachine(RuleBasedStateMachine):
         self.now_s = 0.0
 
     @rule(replica=REPLICAS, tier=TIERS, keys=st.lists(st.integers(0, 60), max_size=40))
-    def add(self, replica: int, tier: Tier, keys: list[int]) -> None:
+    def add(self, replica: int, tier: KvTier, keys: list[int]) -> None:
         self.index.add(replica, tier, keys)
 
     @rule(replica=REPLICAS, keys=st.lists(st.integers(0, 60), max_size=30, unique=True))
@@ -221,8 +221,8 @@ def test_one_walk_tells_what_each_replicas_match_does(
     """Replicas hold different lengths, on the GPU with a hole."""
     index = PrefixIndex(10_000)
     for replica, (on_gpu, on_disk, hole) in enumerate(held):
-        index.add(replica, Tier.GPU, [key for key in CHAIN[:on_gpu] if key != CHAIN[hole]])
-        index.add(replica, Tier.DISK, CHAIN[:on_disk])
+        index.add(replica, KvTier.GPU, [key for key in CHAIN[:on_gpu] if key != CHAIN[hole]])
+        index.add(replica, KvTier.DISK, CHAIN[:on_disk])
     index.check()
     check_depths(index, CHAIN, step, among)
     check_depths(index, CHAIN, step, 2 ** len(held) - 1)

@@ -16,7 +16,7 @@ from router.index.kv_events import (
     find_shape,
     tier_of,
 )
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 from tests.router.feeds.kv_publisher import payload, removed, stored
 from warmroute_common.keys import HashScheme, key64, prompt_extra_keys
 
@@ -24,19 +24,19 @@ from warmroute_common.keys import HashScheme, key64, prompt_extra_keys
 @pytest.mark.parametrize(
     ("medium", "locality", "tier"),
     [
-        ("GPU", None, Tier.GPU),
-        (None, None, Tier.GPU),  # before vLLM named media there was only the GPU
-        ("CPU", None, Tier.CPU),
-        ("cpu", None, Tier.CPU),
-        ("STORAGE", "LOCAL", Tier.DISK),
-        ("STORAGE", None, Tier.DISK),
-        ("STORAGE", "REMOTE", Tier.REMOTE),
-        ("CXL", None, Tier.REMOTE),
-        ("GPU2", "LOCAL", Tier.REMOTE),
+        ("GPU", None, KvTier.GPU),
+        (None, None, KvTier.GPU),  # before vLLM named media there was only the GPU
+        ("CPU", None, KvTier.CPU),
+        ("cpu", None, KvTier.CPU),
+        ("STORAGE", "LOCAL", KvTier.DISK),
+        ("STORAGE", None, KvTier.DISK),
+        ("STORAGE", "REMOTE", KvTier.REMOTE),
+        ("CXL", None, KvTier.REMOTE),
+        ("GPU2", "LOCAL", KvTier.REMOTE),
     ],
 )
 def test_every_medium_is_mapped_and_an_unknown_one_is_the_slowest(
-    medium: str | None, locality: str | None, tier: Tier
+    medium: str | None, locality: str | None, tier: KvTier
 ) -> None:
     assert tier_of(medium, locality) is tier
 
@@ -54,9 +54,9 @@ def test_maps_are_read() -> None:
     assert (batch.seq, batch.ts) == (7, 5.0)
     assert batch.events == [
         FirstBlocks([1, 2**64 - 1], list(range(32)), 16),
-        BlocksStored(Tier.GPU, [1, 2**64 - 1]),
-        BlocksRemoved(Tier.GPU, [1]),
-        BlocksStored(Tier.REMOTE, [3]),
+        BlocksStored(KvTier.GPU, [1, 2**64 - 1]),
+        BlocksRemoved(KvTier.GPU, [1]),
+        BlocksStored(KvTier.REMOTE, [3]),
         GpuCleared(),
     ]
 
@@ -71,8 +71,8 @@ def test_arrays_of_earlier_versions_are_read() -> None:
     )
     assert reader.read(0, body).events == [
         FirstBlocks([1, 2], list(range(32)), 16),
-        BlocksStored(Tier.GPU, [1, 2]),
-        BlocksRemoved(Tier.GPU, [1]),
+        BlocksStored(KvTier.GPU, [1, 2]),
+        BlocksRemoved(KvTier.GPU, [1]),
         GpuCleared(),
     ]
 
@@ -80,12 +80,12 @@ def test_arrays_of_earlier_versions_are_read() -> None:
 def test_whole_digests_are_cut_to_64_bits() -> None:
     digest = bytes(range(32))
     batch = KvEventReader().read(0, payload(0.0, removed([digest])))
-    assert batch.events == [BlocksRemoved(Tier.GPU, [key64(digest)])]
+    assert batch.events == [BlocksRemoved(KvTier.GPU, [key64(digest)])]
 
 
 def test_events_of_unknown_types_are_left_out() -> None:
     body = payload(0.0, {"type": "BlockAdmired", "stars": 5}, removed([1]), ["Other", 1])
-    assert KvEventReader().read(0, body).events == [BlocksRemoved(Tier.GPU, [1])]
+    assert KvEventReader().read(0, body).events == [BlocksRemoved(KvTier.GPU, [1])]
 
 
 @pytest.mark.parametrize(
@@ -119,16 +119,16 @@ def test_only_one_group_of_a_hybrid_model_is_followed() -> None:
         ),
     )
     assert batch.events == [
-        BlocksStored(Tier.GPU, [1]),
+        BlocksStored(KvTier.GPU, [1]),
         GpuCleared(),
-        BlocksStored(Tier.GPU, [1]),
+        BlocksStored(KvTier.GPU, [1]),
     ]
 
 
 def test_a_model_of_sliding_windows_alone_is_followed() -> None:
     window: dict[str, Any] = {"group_idx": 0, "kv_cache_spec_kind": "sliding_window"}
     batch = KvEventReader().read(0, payload(0.0, stored([1], **window), removed([1])))
-    assert batch.events == [BlocksStored(Tier.GPU, [1]), BlocksRemoved(Tier.GPU, [1])]
+    assert batch.events == [BlocksStored(KvTier.GPU, [1]), BlocksRemoved(KvTier.GPU, [1])]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 
 from router.index.holders import Depth, slots
 from router.index.prefix_index import PrefixIndex
-from router.index.prompt_keys import ChunkRun, Match, Tier, keys64
+from router.index.prompt_keys import ChunkRun, KvTier, Match, keys64
 from tests.router.index.test_index_model import CHAIN, check_depths
 from warmroute_common.keys import HashScheme, key64
 
@@ -13,70 +13,70 @@ def test_lower_tiers_go_on_from_the_chunk_that_holds_the_end_of_the_gpu_blocks()
     """Of the first chunk from a lower tier only what the GPU lacks counts."""
     index = PrefixIndex(1000)
     keys = list(range(16))
-    index.add(0, Tier.GPU, keys[:6])
-    index.add(0, Tier.CPU, [keys[7]])
-    index.add(0, Tier.DISK, [keys[11], keys[15]])
+    index.add(0, KvTier.GPU, keys[:6])
+    index.add(0, KvTier.CPU, [keys[7]])
+    index.add(0, KvTier.DISK, [keys[11], keys[15]])
     found = index.match(0, keys, blocks_per_chunk=4)
-    assert found == Match(6, (ChunkRun(Tier.CPU, 1, 2), ChunkRun(Tier.DISK, 2, 4)))
-    assert found.tokens(16, 4) == {Tier.GPU: 96, Tier.CPU: 32, Tier.DISK: 128}
+    assert found == Match(6, (ChunkRun(KvTier.CPU, 1, 2), ChunkRun(KvTier.DISK, 2, 4)))
+    assert found.tokens(16, 4) == {KvTier.GPU: 96, KvTier.CPU: 32, KvTier.DISK: 128}
 
 
 def test_a_missing_chunk_ends_the_match() -> None:
     index = PrefixIndex(1000)
     keys = list(range(12))
-    index.add(0, Tier.CPU, [keys[3], keys[11]])
-    assert index.match(0, keys, blocks_per_chunk=4).runs == (ChunkRun(Tier.CPU, 0, 1),)
+    index.add(0, KvTier.CPU, [keys[3], keys[11]])
+    assert index.match(0, keys, blocks_per_chunk=4).runs == (ChunkRun(KvTier.CPU, 0, 1),)
 
 
 def test_without_the_chunk_that_holds_the_gpus_end_later_ones_are_worth_nothing() -> None:
     index = PrefixIndex(1000)
     keys = list(range(12))
-    index.add(0, Tier.GPU, keys[:5])
-    index.add(0, Tier.CPU, [keys[3], keys[11]])
+    index.add(0, KvTier.GPU, keys[:5])
+    index.add(0, KvTier.CPU, [keys[3], keys[11]])
     assert index.match(0, keys, blocks_per_chunk=4) == Match(5)
 
 
 def test_the_fastest_tier_of_a_chunk_counts() -> None:
     index = PrefixIndex(1000)
     keys = list(range(4))
-    index.add(0, Tier.REMOTE, keys)
-    index.add(0, Tier.DISK, keys[:3])
-    index.add(0, Tier.CPU, keys[1:2])
+    index.add(0, KvTier.REMOTE, keys)
+    index.add(0, KvTier.DISK, keys[:3])
+    index.add(0, KvTier.CPU, keys[1:2])
     assert [run.tier for run in index.match(0, keys).runs] == [
-        Tier.DISK,
-        Tier.CPU,
-        Tier.DISK,
-        Tier.REMOTE,
+        KvTier.DISK,
+        KvTier.CPU,
+        KvTier.DISK,
+        KvTier.REMOTE,
     ]
 
 
 def test_the_second_copy_of_a_block_outlives_the_first() -> None:
     """vLLM reports every physical copy stored and removed."""
     index = PrefixIndex(1000)
-    index.add(0, Tier.GPU, [1], counted=True)
-    index.add(0, Tier.GPU, [1], counted=True)
-    index.remove(0, Tier.GPU, [1])
+    index.add(0, KvTier.GPU, [1], counted=True)
+    index.add(0, KvTier.GPU, [1], counted=True)
+    index.remove(0, KvTier.GPU, [1])
     assert index.match(0, [1]).gpu_blocks == 1
-    index.remove(0, Tier.GPU, [1])
+    index.remove(0, KvTier.GPU, [1])
     assert index.match(0, [1]).gpu_blocks == 0
 
 
 def test_claims_are_evicted_before_what_is_known() -> None:
     index = PrefixIndex(10)
-    index.add(0, Tier.GPU, range(8))
+    index.add(0, KvTier.GPU, range(8))
     index.believe(1, [100, 101], until_s=9.0)
-    index.add(0, Tier.GPU, [8])
+    index.add(0, KvTier.GPU, [8])
     assert index.match(1, [100, 101]).gpu_blocks == 0
-    assert index.held(0) == {Tier.GPU: 9}
+    assert index.held(0) == {KvTier.GPU: 9}
     assert index.evicted == 2
 
 
 def test_the_oldest_keys_of_the_largest_holding_are_evicted() -> None:
     index = PrefixIndex(10)
-    index.add(0, Tier.GPU, range(7))
-    index.add(1, Tier.CPU, range(3))
-    index.add(1, Tier.CPU, [3])
-    assert index.held(1) == {Tier.CPU: 4}
+    index.add(0, KvTier.GPU, range(7))
+    index.add(1, KvTier.CPU, range(3))
+    index.add(1, KvTier.CPU, [3])
+    assert index.held(1) == {KvTier.CPU: 4}
     assert index.match(0, range(1, 7)).gpu_blocks == 6
     assert index.match(0, [0]).gpu_blocks == 0
     assert index.evicted == 1
@@ -107,7 +107,7 @@ def test_a_withdrawn_claim_leaves_what_an_earlier_one_claimed() -> None:
 
 def test_a_claim_of_what_is_known_takes_no_room() -> None:
     index = PrefixIndex(100)
-    index.add(0, Tier.GPU, [1, 2])
+    index.add(0, KvTier.GPU, [1, 2])
     for _ in range(1000):
         index.withdraw(index.believe(0, [1, 2], until_s=5.0))
     assert not index._claims._by_end
@@ -132,9 +132,9 @@ def test_replicas_that_match_equally_deep_are_one_group() -> None:
     index = PrefixIndex(1000)
     keys = list(range(8))
     for replica in (0, 5, 900):
-        index.add(replica, Tier.GPU, keys[:6])
-    index.add(5, Tier.DISK, [keys[3], keys[7]])
-    index.add(7, Tier.DISK, [keys[3], keys[7]])
+        index.add(replica, KvTier.GPU, keys[:6])
+    index.add(5, KvTier.DISK, [keys[3], keys[7]])
+    index.add(7, KvTier.DISK, [keys[3], keys[7]])
     everyone = (1 << 1000) - 1
     assert index.depths(keys, 4, everyone) == [
         Depth(1 << 5, 6, 8),
@@ -149,8 +149,8 @@ def test_replicas_that_match_equally_deep_are_one_group() -> None:
 def test_replicas_that_end_at_different_depths_are_told_apart(replicas: int) -> None:
     index = PrefixIndex(10_000)
     for replica in range(replicas):
-        index.add(replica, Tier.GPU, CHAIN[: replica * 7 % 24])
-        index.add(replica, Tier.CPU, CHAIN[: replica * 5 % 23])
+        index.add(replica, KvTier.GPU, CHAIN[: replica * 7 % 24])
+        index.add(replica, KvTier.CPU, CHAIN[: replica * 5 % 23])
     check_depths(index, CHAIN, 1, 2**replicas - 1)
     check_depths(index, CHAIN, 4, 2**replicas - 1)
 
@@ -158,11 +158,11 @@ def test_replicas_that_end_at_different_depths_are_told_apart(replicas: int) -> 
 def test_what_is_forgotten_counts_no_more_before_it_is_swept() -> None:
     index = PrefixIndex(1000)
     keys = list(range(25))
-    index.add(0, Tier.GPU, keys)
-    index.add(1, Tier.GPU, keys[:5])
+    index.add(0, KvTier.GPU, keys)
+    index.add(1, KvTier.GPU, keys[:5])
     index.forget(0)
     assert index.depths(keys, 1, 0b11) == [Depth(0b10, 5, 5)]
-    index.add(0, Tier.GPU, keys[:3])
+    index.add(0, KvTier.GPU, keys[:3])
     for _ in range(3):
         assert index.depths(keys, 1, 0b11) == [Depth(0b10, 5, 5), Depth(0b01, 3, 3)]
         index.sweep(10)
@@ -173,9 +173,9 @@ def test_what_is_forgotten_counts_no_more_before_it_is_swept() -> None:
 def test_no_holding_is_evicted_whole_while_others_are_as_large() -> None:
     index = PrefixIndex(16_000)
     for replica in range(160):
-        index.add(replica, Tier.GPU, range(100))
-    index.add(0, Tier.GPU, [100])
-    assert min(index.held(replica)[Tier.GPU] for replica in range(160)) >= 90
+        index.add(replica, KvTier.GPU, range(100))
+    index.add(0, KvTier.GPU, [100])
+    assert min(index.held(replica)[KvTier.GPU] for replica in range(160)) >= 90
     assert index.evicted == 63
 
 

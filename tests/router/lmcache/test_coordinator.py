@@ -7,7 +7,7 @@ import pytest
 from router.config.settings import RatesConfig, ReplicaConfig, RouterConfig
 from router.fleet.fleet import Fleet
 from router.index.kv_events import BlocksStored, FirstBlocks, KvBatch
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 from router.lmcache.coordinator import MAX_SERVERS, Coordinator, LiveServer, RegisteredServers
 from router.lmcache.coordinator_protocol import ServerRegistration
 from tests.router.fleet.helpers import SCHEME, blocks, info, place, snapshot
@@ -63,15 +63,15 @@ def test_gpu_blocks_come_before_lmcaches_chunks() -> None:
     fleet, coordinator = two_tied()
     prompt = tokens(4 * CHUNK)
     first = FirstBlocks(blocks(prompt)[:24], list(range(384)), 16)
-    stored = BlocksStored(Tier.GPU, blocks(prompt)[:24])
-    lmcaches = BlocksStored(Tier.CPU, [1, 2, 3])
+    stored = BlocksStored(KvTier.GPU, blocks(prompt)[:24])
+    lmcaches = BlocksStored(KvTier.CPU, [1, 2, 3])
     fleet.apply_kv("r0", KvBatch(0, 0.0, [first, stored, lmcaches]), 0.0)
     coordinator.apply([batch(1, keys=[key(0)]), batch(2, tier="l2", keys=[key(1), key(2)])])
     shape = fleet.replicas["r0"].key_shape
     assert shape is not None
     assert (shape.scheme, shape.block_tokens, shape.blocks_per_chunk) == (SCHEME, 16, 16)
     assert matched(fleet)["r0"] == {"gpu": 384, "disk": 384}
-    assert fleet.index.held(fleet.replicas["r0"].slot)[Tier.CPU] == 1, "KV events' are left out"
+    assert fleet.index.held(fleet.replicas["r0"].slot)[KvTier.CPU] == 1, "KV events' are left out"
 
 
 def test_two_replicas_may_share_a_server() -> None:
@@ -258,17 +258,17 @@ def test_one_decision_over_our_engine_lmcache_and_neither() -> None:
     fleet.apply_info("r0", info("r0", chunk_tokens=512, chunk_bytes=512_000))
     coordinator = coordinator_of(fleet, r1="mp0")
 
-    def best() -> tuple[str, dict[Tier, int]]:
+    def best() -> tuple[str, dict[KvTier, int]]:
         decision = place(fleet, prompt)
         return decision.replica_id, dict(decision.matched_tokens)
 
     snapshot(fleet, "r0", cpu=chunk_keys(prompt.chain(SCHEME, 16), 32)[:1])
     coordinator.apply([batch(1, keys=[key(0), key(1), key(2)])])
-    assert best() == ("r1", {Tier.CPU: 768})
+    assert best() == ("r1", {KvTier.CPU: 768})
     snapshot(fleet, "r0", cpu=chunk_keys(prompt.chain(SCHEME, 16), 32)[:2])
-    assert best() == ("r0", {Tier.CPU: 1024})
+    assert best() == ("r0", {KvTier.CPU: 1024})
     coordinator.apply([batch(2, tier="l2", keys=[key(n) for n in range(8)])])
-    assert best() == ("r1", {Tier.CPU: 768, Tier.DISK: 1280})
+    assert best() == ("r1", {KvTier.CPU: 768, KvTier.DISK: 1280})
     fleet.down("r1")
     assert best()[0] == "r0"
     fleet.down("r0")

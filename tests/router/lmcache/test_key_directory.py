@@ -4,13 +4,13 @@ import random
 
 import pytest
 
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 from router.lmcache.coordinator_protocol import ObjectKey
 from router.lmcache.key_directory import KeyDirectory, owner_of
 from tests.router.lmcache.helpers import batch, key, transcript_batches, transcript_tokens
 
 
-def tiers(directory: KeyDirectory, owner: str = "mp0") -> dict[ObjectKey, set[Tier]]:
+def tiers(directory: KeyDirectory, owner: str = "mp0") -> dict[ObjectKey, set[KvTier]]:
     directory.check()
     return dict(directory.held_by(owner))
 
@@ -20,7 +20,7 @@ def test_a_real_servers_events_end_with_the_prompt_in_both_tiers() -> None:
     for each in transcript_batches():
         directory.apply(each)
     found = tiers(directory)
-    assert list(found.values()) == [{Tier.CPU, Tier.DISK}] * 2
+    assert list(found.values()) == [{KvTier.CPU, KvTier.DISK}] * 2
     chunk = next(iter(found))
     first = directory.get(chunk)
     assert first.access_count == 8
@@ -34,12 +34,12 @@ def test_a_real_servers_events_end_with_the_prompt_in_both_tiers() -> None:
 def test_tiers_come_and_go() -> None:
     directory, one = KeyDirectory(100), key(0)
     stored = directory.apply(batch(1, keys=[one]))
-    assert [(each.tier, each.stored) for each in stored] == [(Tier.CPU, True)]
+    assert [(each.tier, each.stored) for each in stored] == [(KvTier.CPU, True)]
     directory.apply(batch(2, tier="l2", keys=[one]))
-    assert tiers(directory) == {one: {Tier.CPU, Tier.DISK}}
+    assert tiers(directory) == {one: {KvTier.CPU, KvTier.DISK}}
     gone = directory.apply(batch(3, "delete", keys=[one]))
-    assert [(each.tier, each.stored) for each in gone] == [(Tier.CPU, False)]
-    assert tiers(directory) == {one: {Tier.DISK}}
+    assert [(each.tier, each.stored) for each in gone] == [(KvTier.CPU, False)]
+    assert tiers(directory) == {one: {KvTier.DISK}}
     directory.apply(batch(4, "delete", "l2", [one]))
     assert (tiers(directory), len(directory)) == ({}, 0)
 
@@ -47,13 +47,13 @@ def test_tiers_come_and_go() -> None:
 @pytest.mark.parametrize(
     ("backend", "shared", "tier"),
     [
-        ("fs", False, Tier.DISK),
-        ("fs", True, Tier.REMOTE),
-        ("s3", False, Tier.REMOTE),
-        ("something-new", False, Tier.REMOTE),
+        ("fs", False, KvTier.DISK),
+        ("fs", True, KvTier.REMOTE),
+        ("s3", False, KvTier.REMOTE),
+        ("something-new", False, KvTier.REMOTE),
     ],
 )
-def test_every_backend_has_a_tier(backend: str, shared: bool, tier: Tier) -> None:
+def test_every_backend_has_a_tier(backend: str, shared: bool, tier: KvTier) -> None:
     directory, told = KeyDirectory(100), batch(1, tier="l2", keys=[key(0)], backend=backend)
     told = batch(1, tier="l2", keys=[key(0)], backend=backend, shared=shared)
     directory.apply(told)
@@ -65,7 +65,7 @@ def test_a_key_stays_in_the_second_of_two_backends_of_one_tier() -> None:
     for seq, backend in enumerate(("fs", "dax"), 1):
         directory.apply(batch(seq, tier="l2", keys=[key(0)], backend=backend))
     assert directory.apply(batch(3, "delete", "l2", [key(0)], backend="fs")) == []
-    assert tiers(directory) == {key(0): {Tier.DISK}}
+    assert tiers(directory) == {key(0): {KvTier.DISK}}
 
 
 def test_an_access_says_that_a_key_is_there() -> None:
@@ -73,9 +73,9 @@ def test_an_access_says_that_a_key_is_there() -> None:
     directory = KeyDirectory(100)
     directory.apply(batch(9, "access", keys=[key(0)], backend=""))
     directory.apply(batch(10, "access", "l2", keys=[key(1)]))
-    assert tiers(directory) == {key(0): {Tier.CPU}, key(1): {Tier.DISK}}
+    assert tiers(directory) == {key(0): {KvTier.CPU}, key(1): {KvTier.DISK}}
     directory.apply(batch(11, "delete", keys=[key(0)]))
-    assert tiers(directory) == {key(1): {Tier.DISK}}
+    assert tiers(directory) == {key(1): {KvTier.DISK}}
 
 
 def test_a_server_that_ends_loses_its_l1_alone() -> None:
@@ -83,17 +83,17 @@ def test_a_server_that_ends_loses_its_l1_alone() -> None:
     directory.apply(batch(1, keys=[key(0), key(1)]))
     directory.apply(batch(2, tier="l2", keys=[key(1)]))
     assert {each.key for each in directory.server_ended("mp0")} == {key(0), key(1)}
-    assert tiers(directory) == {key(1): {Tier.DISK}}
+    assert tiers(directory) == {key(1): {KvTier.DISK}}
 
 
 def test_what_may_have_been_deleted_counts_as_disk_until_it_is_confirmed_or_refuted() -> None:
     directory = KeyDirectory(100)
     directory.apply(batch(1, keys=[key(0), key(1)]))
     directory.events_missed("mp0")
-    assert tiers(directory) == {key(0): {Tier.DISK}, key(1): {Tier.DISK}}
+    assert tiers(directory) == {key(0): {KvTier.DISK}, key(1): {KvTier.DISK}}
     directory.apply(batch(3, "access", keys=[key(0)], backend=""))
     directory.refute("mp0", [key(0), key(1), key(2)])
-    assert tiers(directory) == {key(0): {Tier.CPU}}
+    assert tiers(directory) == {key(0): {KvTier.CPU}}
 
 
 def test_beyond_the_limit_the_keys_that_were_used_first_go() -> None:
@@ -123,8 +123,10 @@ def test_random_events_leave_what_a_plain_set_would() -> None:
                 changed = {(name, tier, each) for each in some}
                 model = model | changed if kind == "store" else model - changed
         for owner in ("mp0", "mp1"):
-            expected: dict[ObjectKey, set[Tier]] = {}
+            expected: dict[ObjectKey, set[KvTier]] = {}
             for who, where, one in model:
                 if who == owner:
-                    expected.setdefault(one, set()).add({"l1": Tier.CPU, "l2": Tier.DISK}[where])
+                    expected.setdefault(one, set()).add(
+                        {"l1": KvTier.CPU, "l2": KvTier.DISK}[where]
+                    )
             assert tiers(directory, owner) == expected, f"seed {seed}"

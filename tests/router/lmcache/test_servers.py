@@ -12,7 +12,7 @@ import pytest
 
 from router.config.settings import ControllerConfig, PrefetchConfig, RatesConfig, ReplicaConfig
 from router.fleet.replica import ReplicaState
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 from tests.router.agent_server import serving
 from tests.router.conftest import Fleet, Running, Wait
 from tests.router.lmcache.helpers import (
@@ -148,7 +148,7 @@ async def test_what_was_uncertain_and_is_not_found_is_forgotten(rig: Rig) -> Non
     assert answer.headers["x-warmroute-matched-disk"] == "1024"
     assert answer.headers["x-warmroute-prefetch"] == "asked=4;promoted=1;pending=0;missing=3"
     slot = rig.running.parts.fleet.replicas["one"].slot
-    assert rig.running.parts.fleet.index.held(slot) == {Tier.CPU: 0, Tier.DISK: 1}
+    assert rig.running.parts.fleet.index.held(slot) == {KvTier.CPU: 0, KvTier.DISK: 1}
 
 
 async def test_a_server_without_a_layout_yet_does_not_count_as_failing(rig: Rig) -> None:
@@ -204,7 +204,7 @@ async def test_a_server_that_ends_is_forgotten_and_its_replica_gets_no_requests(
         await eventually(lambda: one.rests)
         answer = await rig.ask()
         assert answer.headers["x-warmroute-replica"] == "two"
-        assert running.parts.fleet.index.held(one.slot).get(Tier.CPU, 0) == 0
+        assert running.parts.fleet.index.held(one.slot).get(KvTier.CPU, 0) == 0
         fleet.two.healthy = False
         await eventually(lambda: running.parts.fleet.replicas["two"].state is ReplicaState.DOWN)
         assert (await rig.ask()).headers["x-warmroute-replica"] == "one"

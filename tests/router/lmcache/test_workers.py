@@ -11,7 +11,7 @@ import pytest
 
 from router.config.settings import ControllerConfig, LmcacheWorkersConfig, ReplicaConfig
 from router.index.lmcache_keys import LmcacheKeys
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 from router.lmcache.worker_service import LmcacheWorkers
 from router.membership.membership import Source
 from tests.router.agent_server import serving
@@ -59,7 +59,7 @@ class Rig:
         fleet = self.running.parts.fleet
         counts = fleet.index.held(fleet.replicas[replica].slot)
         return {
-            str(tier): count for tier, count in counts.items() if count and tier is not Tier.GPU
+            str(tier): count for tier, count in counts.items() if count and tier is not KvTier.GPU
         }
 
     async def counted(self, what: str, count: int = 1) -> None:

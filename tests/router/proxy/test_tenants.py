@@ -11,7 +11,7 @@ from router.config.settings import ReplicaConfig, RouterConfig
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica
 from router.index.kv_events import BlocksStored, FirstBlocks, KvBatch
-from router.index.prompt_keys import KeyShape, Tier
+from router.index.prompt_keys import KeyShape, KvTier
 from router.prompt.prompt import Prompt
 from router.prompt.prompt_reader import PromptReader
 from tests.router.fleet.helpers import place as decide
@@ -166,7 +166,7 @@ def test_a_replica_is_matched_by_its_own_adapters_path(reader: PromptReader) -> 
     lora = ("adapter", "/adapters/1")
     keys = [key64(key) for key in prompt.chain(SCHEME, 16, lora=lora)]
     for replica_id in ("r0", "r1"):  # r0 holds what another path gave: of no use to it
-        made.apply_kv(replica_id, KvBatch(1, 0.0, [BlocksStored(Tier.GPU, keys)]), 0.0)
+        made.apply_kv(replica_id, KvBatch(1, 0.0, [BlocksStored(KvTier.GPU, keys)]), 0.0)
     assert place(made, prompt) == {"r0": 0, "r1": len(keys) * 16}
     assert place(made, completion(reader, model="base")) == {"r0": 0, "r1": 0}
     assert place(made, completion(reader, model="adapter", cache_salt="s")) == {"r0": 0, "r1": 0}

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 from router.record.records import Cause, FailedTry, Outcome, RequestRecord
 from router.staging.stager import CopyOutcome, PrefetchOutcome, StagingResult
 from tests.router.conftest import Fleet
@@ -73,7 +73,7 @@ def everything() -> RequestRecord:
         held_s=1.0,
         prompt_tokens=10,
         cached_tokens=8,
-        matched_tokens={Tier.GPU: 8},
+        matched_tokens={KvTier.GPU: 8},
         prepared=StagingResult(
             prefetch=PrefetchOutcome(asked=5, promoted=4, pending=1, promoted_bytes=4096),
             copy=CopyOutcome(asked=2, source_id="two", arrived=2, moved_bytes=9),

@@ -9,7 +9,7 @@ from router.config.settings import ReplicaConfig, RequestLogConfig, RouterConfig
 from router.fleet.cost_model import CostPart
 from router.fleet.decision import Reason
 from router.fleet.fleet import Fleet
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 from router.record.metrics import Metrics
 from router.record.records import (
     Cause,
@@ -47,7 +47,7 @@ def test_a_plain_end_is_one_line() -> None:
             replica_id="one",
             reason="longest-match",
             prompt_tokens=10,
-            matched_tokens={Tier.GPU: 8, Tier.CPU: 0},
+            matched_tokens={KvTier.GPU: 8, KvTier.CPU: 0},
             first_byte_s=100.25,
         )
     )
@@ -118,7 +118,7 @@ def test_every_end_is_counted() -> None:
             replica_id="one",
             reason="retry",
             prompt_tokens=10,
-            matched_tokens={Tier.GPU: 8},
+            matched_tokens={KvTier.GPU: 8},
             prepared=StagingResult(
                 prefetch=PrefetchOutcome(asked=5, promoted=4, pending=1, promoted_bytes=4096),
                 waited_s=0.2,

@@ -14,7 +14,7 @@ import pytest
 
 from router.config.loading import router_config
 from router.config.settings import RequestLogConfig
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 from router.record.records import Cause, FailedTry, Outcome, RequestRecord
 from router.record.request_log import FIELDS, RequestLog, json_line
 from router.staging.stager import CopyOutcome, PrefetchOutcome, StagingResult
@@ -77,7 +77,7 @@ def test_every_field_of_a_record_that_went_through_all() -> None:
     record = ended(
         outcome=Outcome.CUT,
         error="broke\noff",
-        matched_tokens={Tier.DISK: 64},
+        matched_tokens={KvTier.DISK: 64},
         prepared=StagingResult(
             prefetch=PrefetchOutcome(asked=5, promoted=4, pending=1, promoted_bytes=4096),
             copy=CopyOutcome(asked=2, source_id="two", arrived=2, moved_bytes=9),

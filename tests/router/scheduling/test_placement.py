@@ -13,7 +13,7 @@ from router.config.settings import (
 from router.fleet.cost_model import CostPart, Work
 from router.fleet.decision import Candidate, Decision
 from router.fleet.fleet import Fleet
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 from tests.router.fleet.helpers import BLOCK, CHUNK, blocks, chunks, place, snapshot, stored
 from tests.router.prompt.prompts_given import tokens
 from tests.router.scheduling.helpers import make_copying_fleet, peer_info
@@ -49,7 +49,7 @@ def test_only_what_is_lacking_is_copied() -> None:
     """On the GPU are 9 blocks: the copy begins with the chunk that holds their end."""
     fleet, prompt = make_copying_fleet(2), tokens(6400)
     snapshot(fleet, "r0", cpu=chunks(prompt))
-    stored(fleet, "r1", Tier.GPU, blocks(prompt)[:9])
+    stored(fleet, "r1", KvTier.GPU, blocks(prompt)[:9])
     make_busy(fleet, "r0", 10.0)
     copy = place(fleet, prompt).copy
     assert copy is not None
@@ -240,7 +240,7 @@ def test_what_many_hold_is_found_in_a_large_fleet() -> None:
     fleet, prompt = make_copying_fleet(60, transfer_port=None), tokens(6400)
     holders = {f"r{at}" for at in range(20)}
     for name in sorted(holders):
-        stored(fleet, name, Tier.GPU, blocks(prompt))
+        stored(fleet, name, KvTier.GPU, blocks(prompt))
         make_busy(fleet, name, 0.2 if name == "r13" else 0.5)
     decision = place(fleet, prompt)
     assert decision.replica_id == "r13"

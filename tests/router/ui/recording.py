@@ -3,7 +3,7 @@
 from typing import Any
 
 from router.fleet.decision import Reason
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 from router.record.records import Outcome, RequestRecord
 
 
@@ -26,6 +26,6 @@ def ended(at_s: float, **known: Any) -> RequestRecord:
     return RequestRecord(first_byte_s=said["started_s"] + ttft_s, **said)
 
 
-def matched(gpu: int = 0, cpu: int = 0) -> dict[Tier, int]:
+def matched(gpu: int = 0, cpu: int = 0) -> dict[KvTier, int]:
     """Return matched tokens by tier."""
-    return {Tier.GPU: gpu, Tier.CPU: cpu}
+    return {KvTier.GPU: gpu, KvTier.CPU: cpu}

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.fleet.decision import Reason
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 from router.ui.recent import KEPT, KEPT_SPILLS, SLICE_S, SLICES, Recent, Sums, Ttfts
 from tests.router.ui.recording import ended, matched
 
@@ -28,7 +28,7 @@ def test_tokens_are_summed_up_by_replica_and_tier() -> None:
     recent.observe(ended(3.0, replica_id=None))
     recent.observe(ended(3.0, prompt_tokens=None))
     one, two = recent.window.tokens["one"], recent.window.tokens["two"]
-    assert (one.prompt, one.matched, one.warmth) == (200, {Tier.GPU: 70, Tier.CPU: 20}, 0.45)
+    assert (one.prompt, one.matched, one.warmth) == (200, {KvTier.GPU: 70, KvTier.CPU: 20}, 0.45)
     assert (two.prompt, two.warmth) == (100, 0.0)
     assert recent.window.all_tokens.warmth == pytest.approx(0.3)
     assert set(recent.window.tokens) == {"one", "two"}

@@ -8,7 +8,7 @@ import pytest
 from router.fleet.decision import Reason
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 from router.ui.page import state
 from router.ui.recent import SLICE_S, Recent
 from tests.router.fleet.helpers import (
@@ -70,7 +70,7 @@ def test_a_tier_is_as_full_as_what_is_known_to_be_there() -> None:
     in_cpu_ram(fleet, prompt)
     replica = fleet.replicas["r0"]
     block_tokens, chunk_tokens = _sizes(replica)
-    stored(fleet, "r0", Tier.GPU, blocks(prompt))
+    stored(fleet, "r0", KvTier.GPU, blocks(prompt))
     fleet.set_kv_capacity("r0", 12_800)
     replica.capacity_bytes = {"cpu": int(25_600 * replica.kv_bytes_per_token)}
     told = shown(fleet)["replicas"][0]

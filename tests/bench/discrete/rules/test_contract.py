@@ -10,7 +10,7 @@ import pytest
 from bench.discrete.rules.catalogue import rules
 from bench.discrete.rules.kv_aware import Dynamo
 from bench.discrete.rules.rule import Asked, CountingRule, ReplicaMetrics, Rule
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 
 REPLICAS = 4
 # So large that the bounds of trees and tables, which are in tokens, are some 60 blocks.
@@ -33,7 +33,7 @@ class Traffic:
         self._numbers = count()
         self._sessions = [self._new() for _ in range(12)]
         self._flying: list[int] = []
-        self._held: list[tuple[int, Tier, list[int]]] = []
+        self._held: list[tuple[int, KvTier, list[int]]] = []
         self._now_s = 0.0
 
     def run(self, requests: int, *, healthy: Callable[[], list[int]], step_s: float) -> list[int]:
@@ -76,7 +76,7 @@ class Traffic:
 
     def _tell(self, replica: int, blocks: list[int]) -> None:
         """Store a prompt in some tier, lose an older one, and be scraped."""
-        tier = self._chooser.choice(list(Tier))
+        tier = self._chooser.choice(list(KvTier))
         self._rule.stored(replica, tier, blocks)
         self._held.append((replica, tier, blocks))
         if len(self._held) > 30:
@@ -138,7 +138,7 @@ def test_what_is_not_known_is_no_matter(make: Callable[[], Rule]) -> None:
         rule.first_token(request, 1.0)
         rule.finished(request, 1.0)
         rule.first_token(request, 1.0)
-    rule.removed(0, Tier.GPU, [7, 8])
+    rule.removed(0, KvTier.GPU, [7, 8])
     rule.cleared(3)
     assert isinstance(rule, CountingRule)
     assert rule.in_flight.requests == [0] * REPLICAS

@@ -3,7 +3,7 @@
 import pytest
 
 from bench.discrete.rules.kv_aware import Dynamo, DynamoWeights
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 from tests.bench.discrete.rules.asking import Asking
 
 
@@ -23,9 +23,9 @@ def asking(replicas: int = 2, weights: DynamoWeights | None = None) -> Asking:
 
 @pytest.mark.parametrize(
     ("tier", "credit"),
-    [(Tier.GPU, 10.0), (Tier.CPU, 7.5), (Tier.DISK, 2.5), (Tier.REMOTE, 2.5)],
+    [(KvTier.GPU, 10.0), (KvTier.CPU, 7.5), (KvTier.DISK, 2.5), (KvTier.REMOTE, 2.5)],
 )
-def test_a_block_counts_by_its_tier(tier: Tier, credit: float) -> None:
+def test_a_block_counts_by_its_tier(tier: KvTier, credit: float) -> None:
     fleet = asking(1)
     blocks = fleet.new(10)
     fleet.rule.stored(0, tier, blocks)
@@ -37,9 +37,9 @@ def test_tiers_are_a_chain_from_the_device_down() -> None:
     """Four on the device, three after them on the host, two after these on disk."""
     fleet = asking(1)
     blocks = fleet.new(10)
-    fleet.rule.stored(0, Tier.GPU, blocks[:4])
-    fleet.rule.stored(0, Tier.CPU, blocks[2:7])
-    fleet.rule.stored(0, Tier.DISK, blocks[7:9])
+    fleet.rule.stored(0, KvTier.GPU, blocks[:4])
+    fleet.rule.stored(0, KvTier.CPU, blocks[2:7])
+    fleet.rule.stored(0, KvTier.DISK, blocks[7:9])
     fleet.send(blocks)
     # 4 + 3 x 0.75 + 2 x 0.25 blocks are 67.5 tokens, rounded up.
     assert prefill(fleet) == [100 - 68]
@@ -50,7 +50,7 @@ def test_the_least_cost_is_prefill_and_decode_blocks_together() -> None:
     for others, expected in ((9, 0), (11, 1)):
         fleet = asking()
         blocks = fleet.new(12)
-        fleet.rule.stored(0, Tier.GPU, blocks[:10])
+        fleet.rule.stored(0, KvTier.GPU, blocks[:10])
         fleet.load(0, others)
         for request in range(others):
             fleet.rule.first_token(request, 0.0)
@@ -64,7 +64,7 @@ def test_prefill_in_flight_counts_until_the_first_token() -> None:
     fleet.send(fleet.new(5))
     fleet.healthy = [0, 1]
     blocks = fleet.new(8)
-    fleet.rule.stored(0, Tier.GPU, blocks)
+    fleet.rule.stored(0, KvTier.GPU, blocks)
     # 5 + 5 + 8 blocks against 8 + 8.
     assert fleet.send(blocks) == 1
     fleet.finish(fleet.last)
@@ -114,7 +114,7 @@ def test_active_requests_count_where_they_have_a_weight() -> None:
     fleet.load(0)
     fleet.rule.first_token(0, 1.0)
     blocks = fleet.new(3)
-    fleet.rule.stored(0, Tier.GPU, blocks)
+    fleet.rule.stored(0, KvTier.GPU, blocks)
     # 1 + 3 + 5 blocks against 3 + 3.
     assert fleet.send(blocks) == 1
 

@@ -3,7 +3,7 @@
 import pytest
 
 from bench.discrete.rules.kv_aware import KvAware, KvAwareSessions
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 from tests.bench.discrete.rules.asking import Asking
 
 
@@ -12,30 +12,30 @@ def prefill(fleet: Asking) -> list[int]:
     return fleet.rule.in_flight.prefill_tokens
 
 
-def charged(tier: Tier, *, gpu_blocks: int = 0, more_tokens: int = 5) -> int:
+def charged(tier: KvTier, *, gpu_blocks: int = 0, more_tokens: int = 5) -> int:
     """Return the new tokens of a prompt of 10 blocks that a replica has in a tier."""
     fleet = Asking(KvAware(1), 1)
     blocks = list(range(10))
-    fleet.rule.stored(0, Tier.GPU, blocks[:gpu_blocks])
+    fleet.rule.stored(0, KvTier.GPU, blocks[:gpu_blocks])
     fleet.rule.stored(0, tier, blocks)
     fleet.send(blocks, more_tokens=more_tokens)
     return prefill(fleet)[0]
 
 
 def test_a_block_counts_by_its_tier() -> None:
-    assert charged(Tier.GPU) == 5
-    assert charged(Tier.CPU) == 105 - 80
-    assert charged(Tier.REMOTE) == 105 - 60
-    assert charged(Tier.DISK) == 105 - 30
-    assert charged(Tier.CPU, gpu_blocks=4) == 105 - 40 - 48
+    assert charged(KvTier.GPU) == 5
+    assert charged(KvTier.CPU) == 105 - 80
+    assert charged(KvTier.REMOTE) == 105 - 60
+    assert charged(KvTier.DISK) == 105 - 30
+    assert charged(KvTier.CPU, gpu_blocks=4) == 105 - 40 - 48
 
 
 def test_the_last_token_is_always_computed() -> None:
     """Of 10 full blocks on the GPU nine count there; the tenth is not in a lower tier."""
-    assert charged(Tier.GPU, more_tokens=0) == 10
-    assert charged(Tier.GPU, more_tokens=1) == 1
-    fleet = Asking(KvAware(1, credits={Tier.CPU: 1.0}), 1)
-    fleet.rule.stored(0, Tier.CPU, range(10))
+    assert charged(KvTier.GPU, more_tokens=0) == 10
+    assert charged(KvTier.GPU, more_tokens=1) == 1
+    fleet = Asking(KvAware(1, credits={KvTier.CPU: 1.0}), 1)
+    fleet.rule.stored(0, KvTier.CPU, range(10))
     fleet.send(range(10))
     assert prefill(fleet) == [1]
 
@@ -44,13 +44,13 @@ def test_one_lower_tier_goes_on_from_the_gpu() -> None:
     """The longest run counts, however low; the better one of two that are as long."""
     fleet = Asking(KvAware(1), 1)
     blocks = list(range(10))
-    fleet.rule.stored(0, Tier.GPU, blocks[:2])
-    fleet.rule.stored(0, Tier.CPU, blocks[2:4])
-    fleet.rule.stored(0, Tier.DISK, blocks[2:8])
+    fleet.rule.stored(0, KvTier.GPU, blocks[:2])
+    fleet.rule.stored(0, KvTier.CPU, blocks[2:4])
+    fleet.rule.stored(0, KvTier.DISK, blocks[2:8])
     fleet.send(blocks, more_tokens=5)
     assert prefill(fleet) == [105 - 20 - 18]
     fleet.finish(fleet.last)
-    fleet.rule.stored(0, Tier.CPU, blocks[4:8])
+    fleet.rule.stored(0, KvTier.CPU, blocks[4:8])
     fleet.send(blocks, more_tokens=5)
     assert prefill(fleet) == [105 - 20 - 48]
 
@@ -58,7 +58,7 @@ def test_one_lower_tier_goes_on_from_the_gpu() -> None:
 def test_a_lower_run_must_begin_where_the_gpu_ends() -> None:
     fleet = Asking(KvAware(1), 1)
     blocks = list(range(10))
-    fleet.rule.stored(0, Tier.CPU, blocks[1:])
+    fleet.rule.stored(0, KvTier.CPU, blocks[1:])
     fleet.send(blocks, more_tokens=5)
     assert prefill(fleet) == [105]
 
@@ -71,7 +71,7 @@ def test_requests_in_flight_multiply_the_prefill(more_tokens: int, expected: int
         fleet.load(0)
         fleet.rule.first_token(fleet.last, 0.0)
     blocks = fleet.new(15)
-    fleet.rule.stored(0, Tier.GPU, blocks[:10])
+    fleet.rule.stored(0, KvTier.GPU, blocks[:10])
     assert fleet.send(blocks, more_tokens=more_tokens) == expected
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from bench.discrete.rules.llm_d import LlmD, LlmDAffinity, LlmDWeights
 from bench.discrete.rules.rule import ReplicaMetrics
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import KvTier
 from tests.bench.discrete.rules.asking import Asking
 
 ONLY_PREFIX = LlmDWeights(queue=0.0, kv_utilization=0.0, no_hit_lru=0.0)
@@ -26,7 +26,7 @@ def test_half_a_prompt_is_worth_three_quarters_of_a_kv_cache(kv_used: float, exp
     fleet = asking()
     scrape(fleet, (0, 0.0), (0, kv_used))
     blocks = fleet.new(10)
-    fleet.rule.stored(1, Tier.GPU, blocks[:5])
+    fleet.rule.stored(1, KvTier.GPU, blocks[:5])
     assert fleet.send(blocks) == expected
 
 
@@ -36,16 +36,16 @@ def test_queues_are_scored_from_the_longest_to_the_shortest(cached: int, expecte
     fleet = asking(3)
     scrape(fleet, (0, 0.0), (3, 0.0), (4, 0.0))
     blocks = fleet.new(10)
-    fleet.rule.stored(1, Tier.GPU, blocks[:cached])
+    fleet.rule.stored(1, KvTier.GPU, blocks[:cached])
     assert fleet.send(blocks) == expected
 
 
-@pytest.mark.parametrize(("tier", "weight"), [(Tier.GPU, 10), (Tier.CPU, 8), (Tier.DISK, 10)])
-def test_only_cpu_memory_counts_for_less(tier: Tier, weight: int) -> None:
+@pytest.mark.parametrize(("tier", "weight"), [(KvTier.GPU, 10), (KvTier.CPU, 8), (KvTier.DISK, 10)])
+def test_only_cpu_memory_counts_for_less(tier: KvTier, weight: int) -> None:
     """Nine blocks on the other's GPU are less than ten anywhere but in CPU memory."""
     fleet = asking(weights=ONLY_PREFIX)
     blocks = fleet.new(10)
-    fleet.rule.stored(0, Tier.GPU, blocks[:9])
+    fleet.rule.stored(0, KvTier.GPU, blocks[:9])
     fleet.rule.stored(1, tier, blocks)
     assert fleet.send(blocks) == (1 if weight > 9 else 0)
 
@@ -53,13 +53,13 @@ def test_only_cpu_memory_counts_for_less(tier: Tier, weight: int) -> None:
 def test_blocks_count_across_tiers_up_to_the_first_gap() -> None:
     fleet = asking(weights=ONLY_PREFIX)
     blocks = fleet.new(10)
-    fleet.rule.stored(0, Tier.GPU, blocks[:5])
-    fleet.rule.stored(1, Tier.CPU, blocks[:3])
-    fleet.rule.stored(1, Tier.GPU, blocks[3:7])
+    fleet.rule.stored(0, KvTier.GPU, blocks[:5])
+    fleet.rule.stored(1, KvTier.CPU, blocks[:3])
+    fleet.rule.stored(1, KvTier.GPU, blocks[3:7])
     # 3 x 0.8 + 4 is 6, rounded down, and 6 is more than 5.
     assert fleet.send(blocks) == 1
     fleet.now_s = 2.0
-    fleet.rule.removed(1, Tier.GPU, blocks[4:5])
+    fleet.rule.removed(1, KvTier.GPU, blocks[4:5])
     # 3 x 0.8 + 1 is 3.
     assert fleet.send(blocks) == 0
 
@@ -83,7 +83,7 @@ def test_cold_prompts_go_to_the_replica_that_had_none_for_the_longest() -> None:
     scrape(fleet, (0, 0.0), (0, 0.0), (0, 0.0))
     assert [fleet.send(fleet.new()) for _ in range(6)] == [0, 1, 2, 0, 1, 2]
     warm = fleet.new(3)
-    fleet.rule.stored(2, Tier.GPU, warm)
+    fleet.rule.stored(2, KvTier.GPU, warm)
     fleet.send(warm)
     # A prompt that is known does not count as a turn.
     assert fleet.send(fleet.new()) == 0
@@ -93,10 +93,10 @@ def test_a_replica_without_metrics_has_no_score_by_them() -> None:
     fleet = asking()
     fleet.rule.scraped(1, ReplicaMetrics(waiting=9, kv_used=0.5), 0.0)
     blocks = fleet.new(10)
-    fleet.rule.stored(0, Tier.GPU, blocks)
+    fleet.rule.stored(0, KvTier.GPU, blocks)
     # 3 against 2 x 1 (the only queue known) and 2 x 1/2: equal, and the first in turn.
     assert fleet.send(blocks) == 0
-    fleet.rule.removed(0, Tier.GPU, blocks[9:])
+    fleet.rule.removed(0, KvTier.GPU, blocks[9:])
     fleet.now_s = 2.0
     assert fleet.send(blocks) == 1
 
@@ -110,7 +110,7 @@ def test_four_fifths_of_a_prompt_keep_it(cached: int, expected: int) -> None:
     fleet = affinity()
     fleet.load(0, 10)
     blocks = fleet.new(10)
-    fleet.rule.stored(0, Tier.GPU, blocks[:cached])
+    fleet.rule.stored(0, KvTier.GPU, blocks[:cached])
     assert fleet.send(blocks) == expected
 
 
@@ -120,14 +120,14 @@ def test_a_wait_longer_by_more_than_the_penalty_lets_it_go(requests: int, expect
     fleet = affinity()
     fleet.load(0, requests)
     blocks = fleet.new(10)
-    fleet.rule.stored(0, Tier.GPU, blocks)
+    fleet.rule.stored(0, KvTier.GPU, blocks)
     assert fleet.send(blocks) == expected
 
 
 def test_the_least_uncached_tokens_are_the_least_load() -> None:
     fleet = affinity(3)
     blocks = fleet.new(10)
-    fleet.rule.stored(1, Tier.GPU, blocks[:7])
+    fleet.rule.stored(1, KvTier.GPU, blocks[:7])
     fleet.load(1, 2)
     # 100, 20 + 30, 100 tokens.
     assert fleet.send(blocks) == 1
