@@ -10,10 +10,8 @@ from bench.discrete.replica import ModelReplica
 from bench.discrete.requests import Conversation, ModelPrompt, Sent
 from bench.record import Record
 from bench.workloads.session import Session, Span, Turn
-from router.index.prompt_keys import Tier
-from simulator.model.replica_machine import Machine, Rates, Shape
 from router.index.prompt_keys import KvTier
-from simulator.model.machine_and_request import Machine, Rates, Shape
+from simulator.model.replica_machine import Machine, Rates, Shape
 
 BLOCK: Final = 10
 CHUNK: Final = 20

@@ -253,7 +253,9 @@ def test_a_replica_asks_for_the_fleet_secret_at_both_ports(
     with pytest.raises(urllib.error.HTTPError, match="401"):
         urllib.request.urlopen("http://{}:{}/info".format(*agent.address), timeout=20)
     channel = Channel.connect(server.address, timeout_s=20, connect_s=20)
-    with pytest.raises(protocol.TransferRefusedError, match="the fleet secret: this replica requires it"):
+    with pytest.raises(
+        protocol.TransferRefusedError, match="the fleet secret: this replica requires it"
+    ):
         protocol.greet(channel, "f" * 32, 32, None)
     channel.close()
     manager.shutdown()
