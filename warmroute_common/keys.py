@@ -19,6 +19,9 @@ from typing import Any, Final
 import cbor2
 import xxhash
 
+TEXT_PIECE_CHARS: Final = 1024
+"""Length in characters of the pieces that a prompt without tokens is matched by."""
+
 DEFAULT_SEED: Final = "vllm-none-hash"
 """What vLLM hashes into the first parent when PYTHONHASHSEED is unset (SHA-256 variants)."""
 

@@ -13,7 +13,7 @@ from itertools import compress, count, islice, takewhile
 from typing import Final, Protocol
 
 from router.index.lmcache_keys import LmcacheKeys, lmcache_key64
-from warmroute_common.keys import HashScheme
+from warmroute_common.keys import TEXT_PIECE_CHARS, HashScheme
 
 
 class KvTier(StrEnum):
@@ -124,10 +124,6 @@ def chunk_runs(
         runs.append(ChunkRun(tier, at, at + found))
         at += found
     return tuple(runs)
-
-
-TEXT_PIECE_CHARS: Final = 1024
-"""Length of the pieces in a `PromptView.text_chain`."""
 
 
 class PromptView(Protocol):

@@ -9,10 +9,7 @@ from typing import Final
 import xxhash
 
 from router.prompt.token_cache import Memo, Piece
-from warmroute_common.keys import HashScheme, prompt_extra_keys
-
-TEXT_PIECE_CHARS: Final = 1024
-"""The unit of `Prompt.text_chain`."""
+from warmroute_common.keys import TEXT_PIECE_CHARS, HashScheme, prompt_extra_keys
 
 CHARS_PER_TOKEN: Final = 4
 """How many characters a token has, where that is not known."""

@@ -17,7 +17,7 @@ from aiohttp.test_utils import TestServer
 
 from router.prompt.chat_messages import chat_tools
 from router.prompt.chat_template import ChatTemplate
-from router.prompt.prompt import TEXT_PIECE_CHARS, Prompt
+from router.prompt.prompt import Prompt
 from router.prompt.prompt_reader import PromptReader
 from router.prompt.token_cache import Memo, Piece
 from router.proxy.upstream import client_session
@@ -26,7 +26,7 @@ from tests.router.prompt.test_encoder import LONG
 from tests.router.prompt.tokenizer_makers import gpt2, llama3, write_model
 from warmroute_common.api_errors import BadRequestError
 from warmroute_common.config_reader import ConfigError
-from warmroute_common.keys import HashScheme, prompt_extra_keys
+from warmroute_common.keys import TEXT_PIECE_CHARS, HashScheme, prompt_extra_keys
 
 CHAT = "/v1/chat/completions"
 SCHEME = HashScheme("xxhash")
