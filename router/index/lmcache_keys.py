@@ -4,8 +4,8 @@ An LMCache server (``lmcache server``) computes ``h = blake3(h + uint32be(tokens
 chunk, starting from ``blake3(int64be(0) + uint32be(0))``. Source: ``TokenHasher`` of lmcache 0.5.6
 (``v1/multiprocess/token_hasher.py``) with its default ``--hash-algorithm``.
 
-LMCache inside vLLM computes ``h = H((h, tuple(tokens), ()))``, starting from ``H(seed)``. Each ``h``
-is an integer: the first 8 bytes of a digest, or the result of Python's ``hash``. Source:
+LMCache inside vLLM computes ``h = H((h, tuple(tokens), ()))``, starting from ``H(seed)``.
+Each ``h`` is an integer: the first 8 bytes of a digest, or the result of Python's ``hash``. Source:
 ``ChunkedTokenDatabase`` of lmcache 0.5.6 (``v1/token_database.py``). ``H`` and the seed are vLLM's
 (`HashScheme`). For Python's ``hash`` of a text in a process with a known PYTHONHASHSEED, see
 ``Python/pyhash.c`` (SipHash-1-3, the default since CPython 3.11) and ``Python/bootstrap_hash.c``

@@ -1,10 +1,11 @@
-"""OpenAI chat messages and tools, brought into the form that chat templates get.
+"""Converts OpenAI messages and tools to the form that chat templates receive.
 
-vLLM 0.32 validates a request against typed dictionaries (which puts known keys
-first, in their declared order) and then builds the conversation from it
-(``renderers/chat_utils.py``). Templates can print all of it as JSON, so the
-order of keys is part of the prompt. Whatever is not reproduced here with
-certainty raises `UnsupportedInputError`: no tokens are better than wrong ones.
+vLLM 0.32 first validates a request against typed dictionaries, which puts the known keys first in
+their declared order. It then builds the conversation (``renderers/chat_utils.py``). A template can
+print any of it as JSON, so the order of the keys is part of the prompt. `messages` and `tools`
+convert the input of ``/v1/responses``: text messages, function calls and their outputs, and
+reasoning in plain text. Input whose conversion is not certain raises `UnsupportedInputError`: the
+router then uses no tokens, because wrong tokens are worse.
 """
 
 import json
@@ -129,7 +130,7 @@ class UnsupportedInputError(Exception):
 
 
 def checked(value: Any, shape: Any, name: str = "") -> Any:
-    """Return ``value`` if it has a shape that every replica asks for, else raise `BadRequestError`."""
+    """Return ``value`` if it has the shape that every replica requires; raise `BadRequestError`."""
     try:
         msgspec.convert(value, shape)
     except msgspec.ValidationError as error:
@@ -279,12 +280,6 @@ def function_tool(function: Function) -> dict[str, Any]:
 def in_order(value: dict[str, Any], first: Iterable[str]) -> dict[str, Any]:
     """Return a copy with the keys ``first`` in front, where present; the rest keep their order."""
     return {key: value[key] for key in first if key in value} | value
-
-
-# TODO of router.prompt.chat_messages: The input of ``/v1/responses`` as chat messages, as vLLM 0.32 converts it.
-#
-# Only items whose conversion is certain: messages of text, function calls and
-# their outputs, reasoning in plain text.
 
 
 class _FunctionCall(Struct):

@@ -1,10 +1,11 @@
-"""Whether a chat template takes a message's content as a list of parts.
+"""A model's chat template, rendered as vLLM 0.32 and transformers 5 render it.
 
-vLLM (``renderers/hf.py``) decides it by the template's source: content is a
-list of parts where some loop goes over it, directly or through a macro's
-parameter or a variable named ``content``; else it is one string. The same
-questions are asked here, with the same blind spots, since the answer is part
-of what the replica renders.
+Two facts about the template decide what it receives: whether it takes a message's content as a
+list of parts or as one string, and whether it knows the ``developer`` role. Both are found in its
+source with the rules of vLLM's ``renderers/hf.py``. Content is a list of parts if a loop iterates
+over it: directly, through a macro's parameter, or through a variable named ``content``. The rules
+miss the same cases as vLLM's, because the router must render what the replica renders. The jinja
+environment is that of transformers' ``utils/chat_template_utils.py``.
 """
 
 import json
@@ -23,6 +24,13 @@ import jinja2.sandbox
 from jinja2 import nodes
 
 from warmroute_common.config_reader import ConfigError
+
+ContentFormat = Literal["string", "openai"]
+Message = dict[str, Any]
+
+# Marks the end of the text to continue. What the template writes after it to close the message
+# is cut away.
+_CONTINUE_HERE: Final = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class _UnclearTemplateError(Exception):
@@ -116,22 +124,6 @@ def _name_of(target: nodes.Node) -> str:
     if not isinstance(target, nodes.Name):
         raise _UnclearTemplateError
     return target.name
-
-
-# TODO of router.prompt.chat_template: A model's chat template, rendered as vLLM 0.32 and transformers 5 render it.
-#
-# Two facts about a template decide what it is given: whether it walks over the
-# parts of a message's content (then content is a list of parts, else one
-# string), and whether it knows the ``developer`` role. Both are found in its
-# source, as vLLM's ``renderers/hf.py`` finds them; the environment is that of
-# transformers' ``utils/chat_template_utils.py``.
-
-ContentFormat = Literal["string", "openai"]
-Message = dict[str, Any]
-
-# Where the text to be continued ends; the template's own closing of the
-# message comes after it and is cut away.
-_CONTINUE_HERE: Final = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class TemplateRefusedError(Exception):

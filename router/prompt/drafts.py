@@ -25,7 +25,7 @@ from router.prompt.inputs import Body, ChatInput, PromptInput, TextInput, Trunca
 from router.prompt.prompt import Prompt
 from router.prompt.token_cache import CutText, Encoder, Memo, Piece
 from router.prompt.token_trust import Trust
-from router.prompt.tokenizer_files import Loaded
+from router.prompt.tokenizer_files import TokenizerFiles
 from warmroute_common.api_errors import BadRequestError
 
 # So many tokens right before a medium are not relied on: they could be other ones
@@ -60,14 +60,16 @@ class Draft:
 
 
 class _Model(NamedTuple):
-    files: Loaded
+    files: TokenizerFiles
     encoder: Encoder
 
 
 class Drafter:
     """Drafts the prompts for one model, by its tokenizer and templates if they are known."""
 
-    def __init__(self, loaded: Loaded | None, chat_template: str | None, memo: Memo) -> None:
+    def __init__(
+        self, loaded: TokenizerFiles | None, chat_template: str | None, memo: Memo
+    ) -> None:
         """``chat_template`` overrides the model's own. Raises `ConfigError` when one is none."""
         self.max_model_len: int | None = None
         """How many tokens the replicas' context has, where one has told."""
@@ -234,7 +236,7 @@ def _refuted(model: _Model) -> str:
 
 
 def _cache_salt(body: Body) -> str | None:
-    """Return what keeps a tenant's prompts apart, or None; raise `BadRequestError` for no string."""
+    """Return the salt that separates a tenant's KV; raise `BadRequestError` if it is unusable."""
     salt = body.get("cache_salt")
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise BadRequestError("'cache_salt' must be a string that is not empty", param="cache_salt")

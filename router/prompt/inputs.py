@@ -82,7 +82,10 @@ TemplateFor = Callable[[bool], ChatTemplate | None]
 
 
 def read_input(endpoint: str, body: Body, template_for: TemplateFor) -> PromptInput:
-    """Return what ``body`` asks for; raise `BadRequestError` for wrong types, or `UnsupportedInputError`."""
+    """Return the prompt of ``body``.
+
+    Raises `BadRequestError` for wrong types, and `UnsupportedInputError`.
+    """
     match endpoint:
         case "/v1/chat/completions":
             return _chat(body)

@@ -1,7 +1,10 @@
-"""The order in which long prompts are tokenized: one at a time, short ones before long ones.
+"""Reads the prompts of one model, and compares its tokens with those of the replicas.
 
-The pieces of one prompt keep all cores busy. Several prompts at once would all be ready when
-the last one is; one after the other, none is ready later, and most are ready sooner.
+`router.prompt.drafts` renders each prompt once. Long prompts are tokenized in a thread, one at a
+time, and shorter ones first (`ReadingTurns`). The pieces of one prompt keep all cores busy, so
+several prompts at once would all be ready only when the last one is. The reader sends probes to
+the replicas (`router.prompt.token_trust`). If a replica's tokens differ from the reader's, the
+reader's tokens are not used.
 """
 
 import asyncio
@@ -22,19 +25,36 @@ from router.prompt.inputs import Body, PromptInput, TextInput
 from router.prompt.prompt import CHARS_PER_TOKEN, Prompt
 from router.prompt.token_cache import Memo
 from router.prompt.token_trust import CHAT_PROBES, TEXT_PROBES, Agreement, Trust, compare
-from router.prompt.tokenizer_files import Loaded, load_directory
+from router.prompt.tokenizer_files import TokenizerFiles, load_directory
 
 _log = logging.getLogger("warmroute.prompt")
 
 _CHARS_PER_S: Final = 5_000_000.0
-"""About what one core tokenizes."""
+"""Roughly what one core tokenizes."""
+
+_INLINE_CHARS: Final = 64 * 1024
+"""A prompt with more characters to tokenize is tokenized in a thread.
+
+A shorter one keeps all cores busy for some milliseconds. In a thread it took 30 ms longer on a busy
+machine, because the thread waits for the event loop again and again.
+"""
+
+_LONG_CHARS: Final = 512 * 1024
+"""A prompt with more characters, in the memo or not, is also rendered and assembled in a thread."""
+
+_MAX_CHARS_PER_BYTE: Final = CHARS_PER_TOKEN / 2
+"""A token id in a list takes two bytes or more, and counts as `CHARS_PER_TOKEN`."""
+
+_PROMPT_FIELDS: Final = ("messages", "input", "prompt", "system", "tools")
+"""The fields of a body that hold its prompt."""
 
 
 class ReadingTurns:
-    """Gives turns, one at a time.
+    """Lets one prompt at a time be tokenized.
 
-    In order of when each prompt would be ready if it were alone. So none starves: it is passed
-    only by prompts that arrive while it could have been read. For one event loop at a time.
+    The order is the time at which each prompt would be ready if it were alone, so no prompt
+    starves: another one passes it only if it arrives while the first could have been read.
+    Use it from one event loop.
     """
 
     def __init__(self) -> None:
@@ -44,7 +64,7 @@ class ReadingTurns:
 
     @asynccontextmanager
     async def turn(self, chars: int) -> AsyncIterator[None]:
-        """Wait for a turn to read so many characters, and hold it for the block."""
+        """Wait for a turn to read ``chars`` characters, and hold it for the block."""
         if self._taken:
             await self._wait(chars)
         self._taken = True
@@ -62,7 +82,7 @@ class ReadingTurns:
         try:
             await given
         except asyncio.CancelledError:
-            # The turn may have come in that very turn of the loop.
+            # The turn may have been granted in the same iteration of the loop.
             if not given.cancelled():
                 self._pass_on()
             raise
@@ -76,41 +96,12 @@ class ReadingTurns:
         self._taken = False
 
 
-# TODO of router.prompt.prompt_reader: How far a reader's tokens are those of the replicas, and how a replica is asked about it.
-
-
-# Chosen to differ wherever tokenizers and templates are known to: spaces at the ends, digits,
-# contractions, case, scripts without spaces, marks that compose, text that looks like special
-# tokens; and for chats each role and kind of part.
-
-
-# TODO of router.prompt.prompt_reader: Reads the prompts of one model, long ones in a thread, and checks its tokens at the replicas.
-#
-# Each prompt is rendered once, by `router.prompt.drafts`. Replicas are asked for their tokens
-# of the probes; where they differ from the reader's, the reader's are not used.
-
-
-# A prompt with more characters to tokenize than this is tokenized outside the event loop.
-# Less takes all cores some milliseconds; in a thread, which waits for the loop's pauses again
-# and again, it took 30 ms more on a busy machine.
-_INLINE_CHARS: Final = 64 * 1024
-
-# One with more than this, known or not, is rendered and put together there, too.
-_LONG_CHARS: Final = 512 * 1024
-
-# A token id in a list is two bytes at the least, and counts as `CHARS_PER_TOKEN`.
-_MOST_CHARS_PER_BYTE: Final = CHARS_PER_TOKEN / 2
-
-# Where a body has its prompt.
-_PROMPT_FIELDS: Final = ("messages", "input", "prompt", "system", "tools")
-
-
 class PromptReader:
-    """Reads prompts for the replicas of one model. Without a tokenizer, prompts are text."""
+    """Reads prompts for the replicas of one model. Without a tokenizer, prompts stay text."""
 
     def __init__(
         self,
-        loaded: Loaded | None = None,
+        loaded: TokenizerFiles | None = None,
         *,
         chat_template: str | None = None,
         memo: Memo | None = None,
@@ -157,7 +148,7 @@ class PromptReader:
         What takes long is done in a thread, so that the loop goes on. ``body_bytes`` is the
         body's length, where it is known.
         """
-        if _MOST_CHARS_PER_BYTE * body_bytes > _LONG_CHARS and _rough_chars(body) > _LONG_CHARS:
+        if _MAX_CHARS_PER_BYTE * body_bytes > _LONG_CHARS and _rough_chars(body) > _LONG_CHARS:
             draft = await asyncio.to_thread(self._draft, endpoint, body)
             async with self._turns.turn(draft.chars):
                 return await asyncio.to_thread(draft.finish)

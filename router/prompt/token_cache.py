@@ -1,12 +1,14 @@
-"""Where a text can be cut so that its tokens are those of its pieces, in a row.
+"""Tokenizes text, and keeps the tokens and block keys of text that was seen before.
 
-Two kinds of places qualify. At a special token that takes nothing of the text
-around it, the tokenizer itself splits, before it normalizes. Elsewhere, between
-an ASCII letter and a space with a letter behind it, as in ``the| cat``, provided
-that no normalizer, no pre-tokenizer, no merge and no added token of this
-tokenizer can reach across; that is decided here from its description
-(``tokenizer.json``), by lists of what is known to be local. What is not known
-is not cut.
+`Encoder` cuts a text where its tokens are the tokens of its pieces, one after another. One place is
+a special token that absorbs none of the text around it: the tokenizer splits there before it
+normalizes. The other is between an ASCII letter and a space followed by a letter (``the| cat``), if
+no normalizer, pre-tokenizer, merge or added token in ``tokenizer.json`` can reach across it; a
+component that is not in the lists below allows no cut. `Memo` is one least-recently-used store,
+bounded in bytes and shared by all tokenizers. It holds pieces (text to token ids) and steps (a
+piece after other pieces, hashed in one way, to the keys of the blocks that end in it). Texts are
+the dictionary's keys, so that a hash collision cannot give wrong tokens. Each salt and each
+adapter is its own way of hashing, so tenants do not share steps.
 """
 
 import json
@@ -26,8 +28,19 @@ from tokenizers import Tokenizer
 from warmroute_common.config_reader import ConfigError
 from warmroute_common.keys import ExtraKeys, HashScheme
 
+_log = logging.getLogger("warmroute.prompt")
+
 CUT_CHARS: Final = 1024
-"""About how long pieces of plain text get."""
+"""The approximate length of a piece of plain text."""
+
+_ENTRY_BYTES: Final = 400
+"""Size of a dictionary entry and its small objects, without its payload."""
+_KEY_BYTES: Final = 80
+
+_RUN_TOKENS: Final = 128
+"""Token ids that a request gives directly are cached in runs of this length."""
+
+_PROBES: Final = ("a", "Hello, world", " x\n", "é 12")
 
 _CUT: Final = re.compile(r"[A-Za-z](?= [A-Za-z])")
 
@@ -40,11 +53,10 @@ _SPACES_REPLACED: Final = {"type": "Replace", "pattern": {"String": " "}, "conte
 # Pre-tokenizers that part a letter from a space behind it, whatever surrounds them.
 _PARTING: Final = frozenset({"Whitespace", "WhitespaceSplit", "BertPreTokenizer"})
 
-# The alternatives that split patterns of GPT-2, GPT-4, GPT-4o, Llama 3, Qwen 2,
-# Tekken and DeepSeek are made of. Of each holds: a match with a letter in it
-# does not go on over a space; one that ends at or before a space looks at most
-# at that space; none looks back. So ``letter|space letter`` is an end of
-# matches whatever comes before or after, provided that letters are matched.
+# The alternatives in the split patterns of GPT-2, GPT-4, GPT-4o, Llama 3, Qwen 2, Tekken and
+# DeepSeek. A match that contains a letter does not continue over a space. A match that ends at or
+# before a space looks no further than that space. No match looks back. So, if letters are matched
+# at all, a match ends at ``letter|space letter`` whatever the text before and after it.
 _CASED: Final = (
     r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
     r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
@@ -228,23 +240,6 @@ def _no_merge_over_space(model: Mapping[str, Any]) -> bool:
     return not any("▁" in token.lstrip("▁") for token in merged)
 
 
-# TODO of router.prompt.token_cache: What has been tokenized and hashed before, found again by its content.
-#
-# One least-recently-used store, bounded in bytes, holds two kinds of entries:
-# pieces (text -> token ids) and steps (a piece after a certain sequence of
-# pieces, hashed in a certain way -> the keys of the blocks that end in it). Texts
-# themselves are the dictionary's keys, so that nothing rests on a hash alone.
-# A salt or an adapter is a way of hashing: each tenant's steps are its own, and
-# leave in their turn. All tokenizers share one store: the name of a piece says whose it is.
-
-# What a dictionary entry with its small objects takes beside its payload.
-_ENTRY_BYTES: Final = 400
-_KEY_BYTES: Final = 80
-
-# Token ids given as such are remembered in runs of this many.
-_RUN_TOKENS: Final = 128
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
     """A run of text and its tokens; the same object as long as it is remembered."""
@@ -417,13 +412,6 @@ class Memo:
             # never touched again, and leaves in its turn.
             _, oldest = self._entries.popitem(last=False)
             self.used_bytes -= oldest.nbytes
-
-
-# TODO of router.prompt.token_cache: Text to tokens, with the tokens of what has been seen before taken from the memo.
-
-_log = logging.getLogger("warmroute.prompt")
-
-_PROBES: Final = ("a", "Hello, world", " x\n", "é 12")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,12 @@
-"""How transformers 5 builds the backend of the tokenizer classes of most open models.
+"""Loads a model's tokenizer from its files, as transformers 5 builds it.
 
-A plain class takes ``tokenizer.json`` as it is. Others take from it only the
-vocabulary, the merges and the post-processor, and put their own normalizer and
-pre-tokenizer to them, whatever the file has. Which class it is depends on the
-model's type as well as on the name in ``tokenizer_config.json``.
+A replica tokenizes with what transformers loads, which can differ from ``tokenizer.json``: special
+tokens named in other files are added, and some classes replace parts of it. A plain class takes
+``tokenizer.json`` as it is. Other classes take only the vocabulary, the merges and the
+post-processor, and use their own normalizer and pre-tokenizer. The class depends on the model's
+type and on the name in ``tokenizer_config.json``. The classes of most open models are handled here.
+For any other, `TokenizerFiles.doubt` says so, and its tokens are used only after a replica has
+confirmed them.
 """
 
 import json
@@ -41,6 +44,29 @@ _CHARACTERS: Final = {"fuse_unk": True, "byte_fallback": True}
 _QWEN2_PATTERN: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+_KINDS: Final = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_NAMED_TOKENS: Final = tuple(f"{kind}_token" for kind in _KINDS)
+
+# Models whose prompts vLLM makes without a chat template.
+_OWN_RENDERING: Final = frozenset(
+    {"gpt_oss", "deepseek_v32", "deepseek_v4", "deepseek_v41", "kimi_k3", "inkling"}
+)
+
+# Models whose processors put all media at the start of the prompt (``PromptInsertion`` in vLLM), or
+# change the text before the media.
+_MEDIA_AT_START: Final = frozenset(
+    {"blip-2", "clip", "colmodernvbert", "molmo", "molmo2", "openvla", "paligemma", "siglip"}
+)
+
+# Files of multimodal models, and of models with another kind of tokenizer.
+_OTHER_PROCESSING: Final = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "tekken.json",
+    "sentence_bert_config.json",
 )
 
 
@@ -146,39 +172,8 @@ _RECIPES: Final[Mapping[str, Recipe]] = {
 }
 
 
-# TODO of router.prompt.tokenizer_files: A model's tokenizer, from its files to the one that transformers makes of them.
-#
-# A replica tokenizes with what transformers 5 loads, which is not always what
-# ``tokenizer.json`` says: special tokens named elsewhere are added, and some
-# classes build normalizer, pre-tokenizer and model anew. The classes handled
-# here are those of most open models; for any other, `Loaded.doubt` says so and
-# nothing counts as exact until a replica has confirmed it.
-
-_KINDS: Final = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-_NAMED_TOKENS: Final = tuple(f"{kind}_token" for kind in _KINDS)
-
-# Models whose prompts vLLM does not make from a chat template at all.
-_OWN_RENDERING: Final = frozenset(
-    {"gpt_oss", "deepseek_v32", "deepseek_v4", "deepseek_v41", "kimi_k3", "inkling"}
-)
-
-# Models whose processors put media at the prompt's start, wherever they stand in the
-# conversation (``PromptInsertion`` in vLLM), or change the text before them.
-_MEDIA_AT_START: Final = frozenset(
-    {"blip-2", "clip", "colmodernvbert", "molmo", "molmo2", "openvla", "paligemma", "siglip"}
-)
-
-# Files of models that are not (only) text, or that have a tokenizer of another kind.
-_OTHER_PROCESSING: Final = (
-    "preprocessor_config.json",
-    "processor_config.json",
-    "tekken.json",
-    "sentence_bert_config.json",
-)
-
-
 @dataclass(frozen=True, kw_only=True)
-class Loaded:
+class TokenizerFiles:
     """A tokenizer and what else its directory says about prompts."""
 
     tokenizer: Tokenizer
@@ -194,7 +189,7 @@ class Loaded:
     """Why media may stand elsewhere than in their messages, or None."""
 
 
-def load_directory(path: Path) -> Loaded:
+def load_directory(path: Path) -> TokenizerFiles:
     """Load the tokenizer in a model's directory; raise `ConfigError` when there is none."""
     file = path / "tokenizer.json"
     if not file.is_file():
@@ -228,7 +223,7 @@ def load_directory(path: Path) -> Loaded:
     kind = model.get("model_type")
     others = [name for name in _OTHER_PROCESSING if (path / name).exists()]
     beside = f"{others[0]} stands beside the tokenizer" if others else None
-    return Loaded(
+    return TokenizerFiles(
         tokenizer=tokenizer,
         special_tokens={name: str(token) for name, token in named.items()},
         templates=_templates(path, config),
