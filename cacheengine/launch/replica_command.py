@@ -139,7 +139,7 @@ def _check_port(config: EngineConfig, key: str, address: tuple[str, int]) -> Non
             config.source,
             key,
             f"cannot listen on {join_host_port(host, port)} ({error.strerror})",
-            "stop the program that listens there, or choose another port or address of this machine",
+            "stop the program that listens there, or choose another port or address of this host",
         ) from None
 
 

@@ -92,7 +92,7 @@ def _wait_s(request: web.Request) -> float:
 
 
 def _refuse_other_origins(request: web.Request) -> None:
-    """Raise `ForbiddenError` for a page of another site that an administrator has in the browser."""
+    """Raise `ForbiddenError` for a web page of another origin in an administrator's browser."""
     origin = request.headers.get("Origin")
     if origin is not None and urlsplit(origin).netloc != request.host:
         raise ForbiddenError("pages of other origins may not change replicas")

@@ -107,8 +107,8 @@ def _trust(replica: str, predictions: dict[str, Any] | None) -> str:
         return f"{replica} has not streamed an answer yet"
     ratio, count = predictions["ratio"], predictions["answers"]
     return (
-        f"error of the predictions for {replica}: median {ratio['p50']:.0%}, p90 {ratio['p90']:.0%} "
-        f"({counted(count, 'answer')})"
+        f"error of the predictions for {replica}: median {ratio['p50']:.0%}, "
+        f"p90 {ratio['p90']:.0%} ({counted(count, 'answer')})"
     )
 
 

@@ -48,7 +48,7 @@ def direct_reads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     real = chunk_file.set_direct
 
     def note(fd: int, direct: bool) -> None:
-        if not os.readlink(f"/proc/self/fd/{fd}").endswith("/.probe"):
+        if Path(f"/proc/self/fd/{fd}").readlink().name != ".probe":
             values.append(direct)
         real(fd, direct)
 
