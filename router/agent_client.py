@@ -43,7 +43,7 @@ _MOVE_S: Final = 30.0
 """The destination asks the source what it has before it answers."""
 
 _MOST_BYTES: Final = 8 << 20
-"""Of an answer; `_MOST_NEWS_BYTES` where it has keys: 32 million of them."""
+"""Limit of an answer; `_MOST_NEWS_BYTES` for answers with keys (32 million of them)."""
 _MOST_NEWS_BYTES: Final = 256 << 20
 _WANTS_SECRET: Final = 401
 _LONGEST_SAID: Final = 500

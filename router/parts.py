@@ -193,7 +193,7 @@ def _live(
         fleet.aliases = judge.policy.aliases = aliases
 
     return {
-        # Those that may fail are first: then nothing has changed yet.
+        # Steps that may fail come first: then nothing has changed yet.
         "tls": show,
         "replica_tls": trust,
         "replicas": partial(members.name, Source.FILE),

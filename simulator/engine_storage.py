@@ -106,7 +106,7 @@ class Pacer:
         self._late_s = 0.0
 
     def pass_through(self, num_bytes: int) -> None:
-        """Return when this many bytes are through, after those that were asked for earlier."""
+        """Return when this many bytes are through, after the bytes asked for earlier."""
         with self._lock:
             now_s = self._clock()
             # What the last sleep was late is made up for now: on a busy machine the

@@ -28,7 +28,7 @@ class MooncakeMaster(ServerProcess):
         return f"mooncakestore://127.0.0.1:{self.port}/"
 
     def start(self) -> None:
-        """Start it, anew and empty; return when it accepts connections."""
+        """Start it again, empty; return when it accepts connections."""
         command = [
             *(_program(), f"--rpc_port={self.port}", "--rpc_address=127.0.0.1"),
             *(f"--metrics_port={self._metrics_port}", "--metrics_host=127.0.0.1"),

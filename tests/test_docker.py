@@ -49,7 +49,7 @@ def stages(file: str) -> dict[str, Stage]:
 
 
 def lineage(file: str, name: str) -> Iterator[Stage]:
-    """Yield a stage and those that it is made of, the nearest first."""
+    """Yield a stage and its base stages, the nearest first."""
     known = stages(file)
     while name in known:
         yield known[name]

@@ -158,7 +158,7 @@ def settings_of(cls: type, path: str = "") -> Iterator[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_every_setting_that_is_named_exists(page: str) -> None:
     if page == "CHANGELOG.md":
-        return  # it tells of settings that are gone
+        return  # it names settings that are gone
     known = set(settings_of(RouterConfig))
     sections = {each.partition(".")[0] for each in known if "." in each}
     named = re.findall(r"`([a-z_]+\.[a-z_.]+?)(?::[^`]*)?`", prose(page))

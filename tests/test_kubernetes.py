@@ -391,7 +391,7 @@ def test_only_routers_and_replicas_reach_the_replicas() -> None:
 
 
 def test_nobody_has_the_keys_that_are_here(tmp_path: Path) -> None:
-    """They are no hash of anything known, so that what is deployed as it is lets nobody in."""
+    """They are not a hash of anything known, so that what is deployed as it is lets nobody in."""
     access = config_of("router", "warmroute", tmp_path).access
     assert [each.sha256 for each in access.keys] == ["0" * 64]
     assert access.admin_sha256 == ("f" * 64,)

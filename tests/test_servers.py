@@ -18,7 +18,7 @@ def _need(package: str, there: Sequence[bool]) -> servers.Need:
 
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What would have been run, all of it without success."""
+    """The commands that would have been run, none of them successful."""
     ran: list[str] = []
 
     def run(command: Sequence[str], *, show: bool = False) -> bool:

@@ -1,4 +1,4 @@
-"""The wheel: what is in it, and that it runs alone, beside what the router's lock pins."""
+"""The wheel: what is in it, and that it runs with nothing but what the router's lock pins."""
 
 import importlib.metadata
 import json
@@ -30,7 +30,7 @@ COMMANDS = ("serve", "picker", "simulate", "up", "replica", "key", "explain", "t
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build it from a copy: setuptools leaves its work beside the sources, and takes it up again.
+    """Build it from a copy: setuptools leaves its work next to the sources, and uses it again.
 
     The copy has no git either, which tells build backends what to take.
     """
@@ -100,7 +100,7 @@ def running(environment: Path, *arguments: str) -> Iterator[subprocess.Popen[str
 
 
 def bare_environment() -> dict[str, str]:
-    """Return this process's variables, without those that would lead to the sources."""
+    """Return this process's variables, without the ones that lead to the sources."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 
 
@@ -127,7 +127,7 @@ def test_its_top_level_is_the_two_packages(wheel: Path) -> None:
 
 
 def test_it_has_every_file_of_the_two_packages(wheel: Path) -> None:
-    """Those that are no modules as well: marks of types, and what a page of the router is of."""
+    """Files that are not modules, too: type markers, and the files of the router's page."""
     names = set(zipfile.ZipFile(wheel).namelist())
     files = {
         path.relative_to(ROOT).as_posix()
@@ -158,7 +158,7 @@ def test_every_command_is_there(environment: Path, command: str) -> None:
 
 
 def test_the_environment_has_no_more_than_a_router_needs(environment: Path) -> None:
-    """Else the tests beside would show nothing; and what is imported comes from the wheel."""
+    """Otherwise the other tests would show nothing; and what is imported comes from the wheel."""
     code = (
         "import importlib.util as u, router.app, router.cli.serve, simulator.simulate_command, sys;"
         "import json; print(json.dumps(["

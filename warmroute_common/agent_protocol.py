@@ -25,7 +25,7 @@ MoveState = Literal["running", "done", "failed"]
 
 
 MAX_PINNED_SHARE: Final = 0.75
-"""Of a CPU pool: so much can be pinned at once, for what is being promoted or loaded."""
+"""Share of a CPU pool that can be pinned at once, for chunks being promoted or loaded."""
 
 
 _Port = Annotated[int, Meta(ge=1, le=65535)]
@@ -45,7 +45,7 @@ class TierInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicaIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``/info`` says of a replica beside its engine, and how its keys are made."""
+    """What ``/info`` says of a replica and its engine, and how its keys are made."""
 
     instance_id: str
     model: str
@@ -190,7 +190,7 @@ class MoveRequest(ChunkSelection, frozen=True, kw_only=True, forbid_unknown_fiel
     copy: bool = False
     pin_s: float = 0.0
     stall_s: float = 30.0
-    """Give up when no chunk has come for so long: requests that want those on the way wait."""
+    """Give up when no chunk has come for this time: requests that want those on the way wait."""
 
 
 class MoveReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,4 @@
-"""Waiting for events for a time, ending tasks, long sequences in turns with other tasks.
-
-Called by staging, lmcache and feeds. Imports nothing of the router.
-"""
+"""Wait for events with a timeout, end tasks, work through long sequences in slices."""
 
 import asyncio
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence

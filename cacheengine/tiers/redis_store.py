@@ -246,7 +246,7 @@ class ConnectionPool:
             with self._condition:
                 if not self._idle:
                     return None
-                # The one used last: the server's idle timeout closes those that are not needed.
+                # The one used last: the server's idle timeout closes the others.
                 connection = self._idle.pop()
             if not connection.is_stale():
                 return connection

@@ -296,7 +296,7 @@ def lossy_name(name: str, dtype: str) -> str:
     return "" if make_serde(name, dtype).is_exact else name
 
 
-# The other types (fp8, and those that pack numbers with their scales) have one-byte elements.
+# The other types (fp8, and types that pack numbers with their scales) have one-byte elements.
 _ELEMENT_BYTES: Final[Mapping[str, int]] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 # numpy is imported only when a compressing serde is made: most engines, and all simulated

@@ -340,7 +340,7 @@ class Fetch:
             self._errors.append(error)
 
     def _pin(self) -> int:
-        """Pin the chunks, and wait for those that another call loads; return how many are here.
+        """Pin the chunks, and wait for chunks that another call loads; return how many are here.
 
         Called before the windows' holds end, so that nothing evicts the chunks in between.
         """

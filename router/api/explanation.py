@@ -14,7 +14,7 @@ from router.index.prompt_keys import KvTier
 from router.prompt.prompt import Prompt
 
 SHOWN: Final = 16
-"""Candidates that are shown, the soonest; beside the pick and the session's home."""
+"""How many candidates are shown, fastest first, besides the pick and the session's home."""
 
 _NO_LATER_S: Final = 0.0005
 """Differences that are not worth a word."""

@@ -38,7 +38,7 @@ class ReplicaEndpoints:
         return as_json([_told(each, now_s) for each in self.fleet.replicas.values()])
 
     async def drain(self, request: web.Request) -> web.Response:
-        """``POST /replicas/ID/drain``: give it nothing new; what runs there goes on to its end.
+        """``POST /replicas/ID/drain``: give it nothing new; its requests in flight end normally.
 
         With ``?wait_s=`` it answers when nothing of this router's runs there any more, or after
         so many seconds. Idempotent.

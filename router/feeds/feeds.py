@@ -71,7 +71,7 @@ class KvFeed:
             self._restarted.set()
 
     async def run(self) -> None:
-        """Follow the events, and begin anew whenever that breaks off; without end."""
+        """Follow the events, and start again whenever that breaks off; never returns."""
         while True:
             self._restarted.clear()
             pause_s = _NO_EVENTS_PAUSE_S
@@ -85,7 +85,7 @@ class KvFeed:
             await all_set([self._restarted], pause_s)
 
     async def _follow(self, endpoints: KvEndpoints) -> None:
-        """Follow until the connection is lost or the replica has started anew."""
+        """Follow until the connection is lost or the replica has restarted."""
         self._reader = KvEventReader()
         subscriber = KvSubscriber(self._context, endpoints, self._reader, self)
         try:
@@ -183,7 +183,7 @@ _PIECE_KEYS: Final = 5_000
 
 
 def poll_gap_s(agents: int) -> float:
-    """Return how long to leave each of so many agents alone after it has answered."""
+    """Return the pause before each of this many agents is asked again."""
     return max(_POLL_GAP_S, agents / _POLLS_PER_S)
 
 
@@ -210,7 +210,7 @@ class AgentFeed:
         """Set when the agent was asked once, with or without success."""
 
     async def run(self) -> None:
-        """Follow the agent, and begin anew whenever that breaks off; without end."""
+        """Follow the agent, and start again whenever that breaks off; never returns."""
         pause = Backoff(_FIRST_S, _LONGEST_S)
         while True:
             try:

@@ -4,7 +4,7 @@ At first contact, after a gap, and when it has been quiet for a while, what may
 be missing is asked from the publisher's replay endpoint, again and again where
 the answer is too long to be had at once. What cannot be had ends in
 `KvSink.forget`: better to know nothing of a GPU than something wrong.
-A connection that is lost ends the following; the caller begins anew.
+A lost connection ends `follow`; the caller starts again.
 """
 
 import asyncio
@@ -233,7 +233,7 @@ def _number(frame: bytes) -> int:
 
 
 async def _monitored(monitor: zmq.asyncio.Socket, wanted: int) -> None:
-    """Return when a socket's monitor tells of an event."""
+    """Return when a socket's monitor reports an event."""
     while True:
         message = await cast("Awaitable[dict[str, int]]", recv_monitor_message(monitor))
         if message["event"] == wanted:

@@ -21,7 +21,7 @@ from router.index.prompt_keys import KvTier
 
 _DIGIT_VALUES: Final = bytes.maketrans(b"01", b"\0\1")
 _BITS_PER_SLOT: Final = 16
-"""Taking one slot out of a set costs as much as looking at so many bits."""
+"""Taking one slot out of a set costs as much as looking at this many bits."""
 
 _PAIRS_PER_REPLICA: Final = 4
 """Comparing two ends costs about a quarter of looking up a replica by its bit."""
@@ -91,7 +91,7 @@ class Holders:
         return map(self._masks.get, keys, repeat(0))
 
     def check(self, expected: Mapping[int, int], stale: int) -> None:
-        """Raise AssertionError unless these are the holders, beside ``stale`` replicas."""
+        """Raise AssertionError unless these are the holders, apart from ``stale`` replicas."""
         assert all(self._masks.values()), "a key without holders is kept"
         for key in expected.keys() | self._masks:
             wanted, has = expected.get(key, 0), self._masks.get(key, 0)

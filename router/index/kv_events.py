@@ -28,7 +28,7 @@ _FULL_ATTENTION: Final = frozenset(
     {"full_attention", "mla_attention", "sink_full_attention", "unknown", None}
 )
 _COMMON_SEEDS: Final = (DEFAULT_SEED, "0", "42")
-"""PYTHONHASHSEED values to try beside the configured one."""
+"""PYTHONHASHSEED values to try besides the configured one."""
 _TIERS: Final = {"GPU": KvTier.GPU, "CPU": KvTier.CPU, "DISK": KvTier.DISK}
 """By the medium of vLLM's events."""
 

@@ -115,7 +115,7 @@ taken from: so none loses all while others, hardly smaller, lose nothing."""
 _KEYS_PER_TICK: Final = 10_000
 """Keys whose claims end, and keys whose bits are cleared, in one `tick`: some 10 ms each."""
 _KEYS_PER_CLAIM: Final = 12
-"""Ending a claim costs as much as so many keys, beside its own."""
+"""Ending a speculative entry costs as much as this many keys, besides its own."""
 
 
 class PrefixIndex:
@@ -233,7 +233,7 @@ class PrefixIndex:
             self.withdraw(claim)
 
     def sweep(self, max_keys: int) -> None:
-        """Clear the bits of forgotten replicas, of so many keys at most.
+        """Clear the bits of forgotten replicas, for at most ``max_keys`` keys.
 
         Until a replica's are cleared `depths` has to look at it by itself.
         """
@@ -295,7 +295,7 @@ class PrefixIndex:
     ) -> list[Depth]:
         """Return how deep each of many replicas holds a prompt, in one walk, deepest first.
 
-        ``among`` has the bits of the replicas (`Replica.slot`) to tell of;
+        ``among`` has the bits of the replicas (`Replica.slot`) to report;
         replicas that hold nothing of the prompt are left out. For each of the
         others it says what `match` would.
         """

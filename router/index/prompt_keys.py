@@ -173,7 +173,7 @@ class PromptKeys:
     chunk_chain: Sequence[bytes] = field(default=(), repr=False)
     """The whole digests of LMCache's chunks; empty where a chunk has its last block's."""
     token_ids: Sequence[int] = field(default=(), repr=False)
-    """What LMCache is told a prompt by, beside its ``cache_salt``; empty for other schemes."""
+    """The tokens that name a prompt to LMCache, with ``cache_salt``; empty for other schemes."""
     cache_salt: str = field(default="", repr=False)
     lora: tuple[str, str] | None = None
     """Name and path of the adapter that makes its KV."""

@@ -48,7 +48,7 @@ class Reload:
     ) -> None:
         """``apply`` has a function for each live setting.
 
-        A reload calls them in this order, for settings that have changed and for those that name
+        A reload calls them in this order, for settings that have changed and for settings that name
         files, whose contents may have changed. Put those that can fail first.
         """
         if apply.keys() != _LIVE:

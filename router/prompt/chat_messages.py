@@ -328,7 +328,7 @@ def messages(value: object, instructions: str | None) -> list[Message]:
 
 
 def continues(value: object) -> bool:
-    """Whether the last item is an unfinished answer, which the model goes on with."""
+    """Whether the last item is an unfinished answer, which the model continues."""
     if not isinstance(value, list) or not value or not isinstance(value[-1], dict):
         return False
     last = value[-1]
@@ -338,7 +338,7 @@ def continues(value: object) -> bool:
 
 
 def tools(value: object) -> list[dict[str, Any]] | None:
-    """Return the function tools as templates get them, or None when there are no tools."""
+    """Return the function tools as templates get them, or None without tools."""
     given: list[dict[str, Any]] = checked(value, list[dict[str, Any]] | None, "tools") or []
     for tool in given:
         if tool.get("type") in ("custom", "namespace"):

@@ -81,7 +81,7 @@ def _names_of_messages(tree: nodes.Template) -> list[str]:
             if _refers_to(assign.node, known):
                 name = _name_of(assign.target)
                 if name not in names:
-                    names.append(name)  # the loop goes on to it
+                    names.append(name)  # the loop continues to it
     return names
 
 

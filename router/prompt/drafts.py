@@ -50,7 +50,7 @@ class Draft:
     prompt_of: Callable[[list[Piece]], Prompt]
     """Makes the prompt of the pieces of ``cut``."""
     cut: CutText | None = None
-    """What is to be tokenized; None where nothing is."""
+    """Text to tokenize; None if there is none."""
     chars: int = 0
     """How long ``cut`` is."""
 

@@ -183,7 +183,7 @@ def _put_back_part(part: Mapping[str, Any], modality_of: Mapping[str, str]) -> M
 def _medium(part: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return a medium's kind and the text that stands for it, None for any other part.
 
-    What tells it apart is the client's ``uuid`` where there is one, since vLLM then looks at
+    The client's ``uuid`` identifies it where there is one, since vLLM then looks at
     nothing else, or its URL (with a data URL: all of its bytes), or its data.
     """
     kind, uuid = part.get("type"), part.get("uuid")

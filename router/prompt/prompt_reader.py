@@ -145,7 +145,7 @@ class PromptReader:
     async def read(self, endpoint: str, body: Body, body_bytes: float = inf) -> Prompt:
         """Return the prompt of a request to ``endpoint``; raise `BadRequestError` for wrong types.
 
-        What takes long is done in a thread, so that the loop goes on. ``body_bytes`` is the
+        Long work runs in a thread and does not block the event loop. ``body_bytes`` is the
         body's length, where it is known.
         """
         if _MAX_CHARS_PER_BYTE * body_bytes > _LONG_CHARS and _rough_chars(body) > _LONG_CHARS:

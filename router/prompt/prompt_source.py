@@ -26,7 +26,7 @@ log = logging.getLogger("warmroute.tokenizer")
 
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json")
 
-# A replica that deviates, or could not be asked, is asked again after so long,
+# A replica that deviates, or could not be asked, is asked again after this time,
 # and after twice as long each time that this changes nothing.
 _ASK_AGAIN_S: Final = 30.0
 _LONGEST_PAUSE_S: Final = 3600.0
@@ -48,7 +48,7 @@ class ServedModel:
 
 @dataclass(kw_only=True)
 class _Replica:
-    """What a replica serves, and when its tokens are to be compared next."""
+    """What a replica serves, and when its tokens are compared next."""
 
     models: list[ServedModel]
     version: str | None
@@ -103,7 +103,7 @@ class PromptSource:
         """
         replica = self._replicas.get(url)
         version = await _version(session, url, headers)
-        # A version that it does not tell now is no other one.
+        # A version that is missing now does not count as another version.
         if replica is None or replica.models != [*models] or version not in (None, replica.version):
             replica = self._replicas[url] = _Replica(models=[*models], version=version)
             for reader in self._readers():

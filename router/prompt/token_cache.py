@@ -121,7 +121,7 @@ class Cutter:
             and _parts_words(description, steps)
         )
         # All tokens that are looked for before normalization take part in the
-        # search, since the longest at a place wins; but only those that take
+        # search, since the longest at a place wins; but only pieces that take
         # nothing around them are places to cut.
         self._search = re.compile(longest_first(one["content"] for one in before) or r"(?!)")
         # Where none of these is, there is nothing to search for: an alternation that does
@@ -193,7 +193,7 @@ def _steps(step: Mapping[str, Any] | None, name: str) -> Sequence[Mapping[str, A
 
 
 def _parts_words(description: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether words end at a space, by the pre-tokenizer or for want of a merge over it."""
+    """Whether words end at a space, by the pre-tokenizer or because no merge spans it."""
     model = description["model"]
     normalizers = _steps(description.get("normalizer"), "normalizers")
     spaces_replaced = _SPACES_REPLACED in normalizers
@@ -297,7 +297,7 @@ class Memo:
         return {name: one for name, one in found.items() if isinstance(one, Piece)}
 
     def knows(self, name: Hashable) -> bool:
-        """Whether a name has a piece; that is no use of it. One dictionary read needs no lock."""
+        """Whether a name has a piece; this is not counted as a use. It needs no lock."""
         return name in self._entries
 
     def add(self, name: Hashable, ids: Sequence[int], text_bytes: int) -> Piece:

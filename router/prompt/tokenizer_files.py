@@ -295,7 +295,7 @@ def _special_tokens(config: Json, description: Json) -> tuple[dict[str, Any], li
 def _add_tokens(
     tokenizer: Tokenizer, configured: dict[int, Any], named: Mapping[str, Any], extra: list[Any]
 ) -> None:
-    """Add the tokens that the files name beside tokenizer.json, as transformers does."""
+    """Add the tokens that the files name besides tokenizer.json, as transformers does."""
     present = tokenizer.get_added_tokens_decoder()
     same = {repr(token) for token in present.values()}
     adding = [token for _, token in sorted(configured.items()) if repr(token) not in same]

@@ -210,7 +210,7 @@ class Metrics(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterable[Metric]:
-        """Return the gauges, read from the fleet at each scrape and not kept beside it."""
+        """Return the gauges, read from the fleet at each scrape and not stored."""
         gauges = {
             name: GaugeMetricFamily(f"warmroute_{name}", text, labels=labels)
             for name, (text, labels) in _GAUGES.items()

@@ -1,4 +1,4 @@
-"""Where records of requests go beside the metrics: the request log, and traces where configured."""
+"""Where records of requests go besides the metrics: the request log, and traces if configured."""
 
 import asyncio
 from typing import TYPE_CHECKING, Self

@@ -114,7 +114,7 @@ class _UnderWay:
     replica_id: str
     first_key: bytes
     until_s: float
-    """When the request that asked for it goes on without it."""
+    """When the request that asked for it continues without it."""
 
 
 _Outcome = TypeVar("_Outcome", bound=StagingOutcome)
@@ -144,7 +144,7 @@ class AgentJobs(Generic[_Outcome]):
         self._under_way: dict[asyncio.Task[_Outcome], _UnderWay] = {}
 
     async def stop(self) -> None:
-        """Follow nothing any more; what is under way goes on at the replicas."""
+        """Stop following; the replicas finish what is in progress."""
         await end_all(list(self._under_way))
 
     async def _run(
@@ -157,7 +157,7 @@ class AgentJobs(Generic[_Outcome]):
     ) -> _Outcome:
         """Return how an errand ended, or ``not_yet`` after its gain or the cap.
 
-        ``errand`` gets the seconds that it is waited for. It goes on after that, and is followed.
+        ``errand`` gets the seconds that it is waited for. Then the job continues, followed.
         """
         if len(self._under_way) >= self.most:
             return replace(not_yet, error=f"{self.most} {self.name} are under way already")
@@ -175,7 +175,7 @@ class AgentJobs(Generic[_Outcome]):
 
 
 _ANSWER_SHARE: Final = 0.95
-"""Of a request's wait: until then an agent is to answer, so that what it tells comes in time."""
+"""Share of a request's wait after which an agent must answer, so that the answer is in time."""
 
 Promote = Callable[[Decision], Awaitable[PrefetchReply]]
 """Has LMCache promote a decision's chunks; raises `PrefetchError`."""
@@ -274,7 +274,7 @@ class Prefetcher(AgentJobs[PrefetchOutcome]):
 
 
 _STALL_S: Final = 5.0
-"""A source that hangs is given up after so long: the request may wait for what is on the way."""
+"""A source that hangs is given up after this time: the request may wait for what is on the way."""
 _SOURCE_FAILED: Final = 502
 """What the destination's agent answers when the source is gone or refuses."""
 _FOLLOW_S: Final = 25.0
@@ -287,7 +287,7 @@ class CopyOutcome(StagingOutcome):
 
     source_id: str
     arrived: int = 0
-    """Chunks of these at the destination then; 0 while the copy goes on."""
+    """Chunks of these at the destination then; 0 while the copy continues."""
     moved_bytes: int = 0
     pending: bool = False
     """Whether it went on, or nothing is known of it."""
@@ -327,7 +327,7 @@ class PeerCopier(AgentJobs[CopyOutcome]):
     def coming(self, decision: Decision) -> dict[asyncio.Task[CopyOutcome], float]:
         """Return the copies under way that bring some of its prompt to the picked replica.
 
-        With each, when the request that asked for it goes on without it.
+        With each, when the request that asked for it continues without it.
         """
         return {
             task: copy.until_s
@@ -431,7 +431,7 @@ class StagingResult:
         return all(each is None or each.timing is StagingTiming.IN_TIME for each in outcomes)
 
     def headers(self) -> dict[str, str]:
-        """Return the response headers that tell of it."""
+        """Return the response headers that report it."""
         told = {"x-warmroute-prefetch": self.prefetch, "x-warmroute-copy": self.copy}
         return {name: str(value) for name, value in told.items() if value is not None}
 

@@ -99,7 +99,7 @@ SLOW = ("mooncake",)
     ]
 )
 def open_tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OpenTier]:
-    """Open the tier under test; every call opens the same storage anew."""
+    """Open the tier under test; every call opens the same storage again."""
     opened: list[Tier] = []
     make: Any = request.param(request)
 

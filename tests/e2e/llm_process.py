@@ -115,7 +115,7 @@ def main() -> None:
     """
 
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM's own output is no answer
+    os.dup2(2, 1)  # vLLM's own output is not an answer
     while line := sys.stdin.readline():
         child = os.fork()
         if child == 0:

@@ -66,12 +66,12 @@ def matched_at(router: Router, replica: Replica, prompt: list[int]) -> dict[str,
 
 
 def holds(router: Router, replica: Replica, prompt: list[int], count: int) -> bool:
-    """Whether the router believes that a replica holds so many tokens of a prompt."""
+    """Whether the router believes that a replica holds this many tokens of a prompt."""
     return sum(matched_at(router, replica, prompt).values()) >= count
 
 
 def wait_known(router: Router, replica: Replica, prompt: list[int], **tokens: int) -> None:
-    """Wait until the router believes that a replica holds so many tokens of a prompt in tiers."""
+    """Wait until the router believes that a replica holds this many tokens of a prompt in tiers."""
     wait_until(
         f"the router knows that {replica.name} holds {tokens}",
         lambda: matched_at(router, replica, prompt).items() >= tokens.items(),
@@ -103,7 +103,7 @@ def test_the_openai_client_is_served_and_told_why(fleet: Fleet, router: Router) 
 
 
 def test_the_same_prompt_goes_to_the_replica_that_holds_it(fleet: Fleet) -> None:
-    """Where nothing is copied: beside a copy to the idle replica, holding it need not be faster."""
+    """Without copies: compared with a copy to the idle replica, holding need not be faster."""
     uncopied = fleet.make_router("router-without-prefetch", prefetch={"enabled": False})
     uncopied.start()
     try:

@@ -43,7 +43,7 @@ async def replicas() -> AsyncIterator[Replicas]:
 
 
 async def knows(door: Running, body: dict[str, Any], tokens: int) -> None:
-    """Wait until a router or picker knows of so many tokens of a prompt on a GPU."""
+    """Wait until a router or picker knows of this many tokens of a prompt on a GPU."""
     asked = door.parts.judge.policy.parse(Plane.PROXY, "POST", COMPLETIONS, {}, orjson.dumps(body))
     while True:
         _, decision = await door.parts.judge.decide(asked)

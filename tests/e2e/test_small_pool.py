@@ -38,7 +38,7 @@ def replica(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def test_chunks_that_found_no_room_are_stored_while_the_request_runs(replica: Replica) -> None:
-    """vLLM offers a prompt's chunks once; those refused for want of room come again."""
+    """vLLM offers a prompt's chunks once; chunks refused because the pool is full come again."""
     prompt = fresh_prompt(PROMPT_CHUNKS * CHUNK_TOKENS + 5, seed=11)
     replica.ask(prompt, max_tokens=400)
     replica.settle()

@@ -1,4 +1,4 @@
-"""What is loaded is what was stored: answers from every tier, bit for bit.
+"""Loaded KV equals stored KV: answers from every tier, bit for bit.
 
 The reference is always vLLM's own GPU-tier hit of the same length: its hits
 differ from a cold prefill in the last bits of bfloat16 (`test_ranks` has the cold one).
@@ -80,7 +80,7 @@ def test_from_disk_and_cpu_mixed(replica: Replica, prompt: list[int]) -> None:
 
 
 def test_from_gpu_and_cpu_mixed_within_a_chunk(replica: Replica, prompt: list[int]) -> None:
-    """The GPU keeps the head of the prefix; the CPU tier goes on inside a chunk."""
+    """The GPU keeps the head of the prefix; the CPU tier continues inside a chunk."""
     reference = warm_up(replica, prompt)
     loads = []
     # vLLM evicts the tail of the least recently used request first; how much

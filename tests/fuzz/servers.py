@@ -34,7 +34,7 @@ class Server:
     log: Path
     began_bytes: int = 0
     read_chars: int = 0
-    """Of the log: each defect is told once."""
+    """Lines of the log: each defect is reported once."""
 
     def check(self) -> None:
         """Raise AssertionError where it has ended, has logged a defect, or has grown."""
@@ -136,7 +136,7 @@ class Fleet:
         return sum(map(float, found))
 
     def check(self) -> None:
-        """Raise AssertionError where something is left of a request, or a log tells of a defect."""
+        """Raise AssertionError where something is left of a request, or a log reports a defect."""
         wait_until(lambda: not self.in_flight())
         self.router.check()
         self.replicas.check()

@@ -1,4 +1,4 @@
-"""The controller's port, its monitor's, and LMCache's calls beside them; an agent's port."""
+"""The ports of the controller, its monitor and LMCache's calls; an agent's port."""
 
 import json
 from collections.abc import Mapping

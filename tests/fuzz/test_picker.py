@@ -1,4 +1,4 @@
-"""The picker's gRPC port: calls of gateways in any order, and bytes that are no messages."""
+"""The picker's gRPC port: calls of gateways in any order, and bytes that are not messages."""
 
 import importlib.util
 import json
@@ -136,7 +136,7 @@ def _parts(draw: st.DrawFn, body: bytes) -> list[tuple[bytes, bool]]:
 
 
 def _tell(draw: st.DrawFn, message: Any) -> None:
-    """Add what gateways tell beside a request: modes, endpoints, what they were told before."""
+    """Add what gateways send with a request: modes, endpoints, what they were told before."""
     modes = st.sampled_from([None, 0, 1, 2, 3, 4, 99])
     if (mode := draw(modes)) is not None:
         message.protocol_config.request_body_mode = mode
@@ -155,7 +155,7 @@ def _tell(draw: st.DrawFn, message: Any) -> None:
 
 
 def exchange(channel: Any, sent: list[bytes], *, leaves_after: int | None) -> list[Any]:
-    """Make a call, and end it, or leave it after so many answers; return the answers.
+    """Make a call, and end it, or leave it after N answers; return the answers.
 
     AssertionError for a call that does not end well, or not in time.
     """

@@ -86,7 +86,7 @@ HEADER_VALUES: Final = st.one_of(
 @example(path=CHAT_PATH, method="POST", headers=[(b"X-Request-Id", b"\xff\x00")])
 def test_headers(router: Fleet, path: str, method: str, headers: list[tuple[bytes, bytes]]) -> None:
     got = router.api.send(request(path, VALID, method=method, headers=headers), closes=True)
-    if got.status is not None:  # such headers may end the connection amid the body
+    if got.status is not None:  # such headers may end the connection within the body
         assert got.status < 500 or got.status in (501, 503), got
 
 

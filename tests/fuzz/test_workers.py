@@ -1,4 +1,4 @@
-"""The ports of LMCache's workers: odd messages, odd frames, and what is no ZeroMQ."""
+"""The ports of LMCache's workers: odd messages, odd frames, and bytes that are not ZeroMQ."""
 
 from collections.abc import Iterator
 from typing import Any, Final

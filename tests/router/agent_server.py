@@ -55,7 +55,7 @@ class AgentServer:
             self._news.notify_all()
 
     async def restart(self, incarnation: str, **held: list[int]) -> None:
-        """Begin anew with what the disk has kept."""
+        """Restart with what the disk has kept."""
         async with self._news:
             self.info["incarnation"] = incarnation
             self.held, self.seq, self.events, self.oldest = dict(held), 0, [], 0

@@ -213,7 +213,7 @@ async def test_what_the_destination_had_counts_as_arrived(fleet: Fleet) -> None:
 
 
 async def test_the_peer_dies_in_the_middle(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What arrived is usable, and nothing that did not is dropped at the source."""
+    """Chunks that arrived are usable, and the source drops no others."""
     monkeypatch.setattr(fetching, "_WINDOW_BYTES", 4 * CHUNK_BYTES)
     send = protocol.send_chunk
     sent = iter(range(1000))

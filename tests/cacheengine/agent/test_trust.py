@@ -191,7 +191,7 @@ async def test_a_stranger_cannot_have_it_fetch_at_all(rig: Rig, play: Play) -> N
         guarded = await rig.status(f"{rig.guarded.url}/move", JSON, body=body)
         assert guarded[0] == 401
         assert rogue.shown == []
-        # The rogue is no straw man: a replica without a secret believes it.
+        # The attack works without the secret: a replica without one believes it.
         loose = await rig.status(f"{rig.loose.url}/move", JSON, body=body)
         assert loose[0] == 200
         ended = f"{rig.loose.url}/moves/{json.loads(loose[1])['event_id']}?wait_s=20"

@@ -203,7 +203,7 @@ def test_a_chunk_that_finds_no_room_for_a_minute_is_a_miss(scheduler: Scheduler)
 def test_a_disk_that_hangs_is_not_waited_for(
     make_bench: MakeBench, pending_for_another: bool
 ) -> None:
-    """What arrives later is kept for the next request."""
+    """Chunks that arrive later are kept for the next request."""
     tier = ScriptedTier(held=[key(1)])
     tier.chunks[key(1)] = payload(key(1))
     scheduler = Scheduler(make_bench(4, tier=tier))
@@ -300,7 +300,7 @@ def test_offering_a_chunk_that_is_there_counts_as_a_use(scheduler: Scheduler) ->
 
 
 def test_a_stored_prefix_leaves_from_its_end(scheduler: Scheduler) -> None:
-    """vLLM names a finished store's chunks in no order, and their positions beside."""
+    """vLLM names a finished store's chunks in no order, with their positions."""
     chunks = offload_keys(1, 2, 3, 4)
     for position, chunk in enumerate(chunks, 1):
         scheduler.context.set_offload_key_position(chunk, 256 * position)
@@ -467,7 +467,7 @@ def test_an_aborted_request_promotes_nothing(scheduler: Scheduler) -> None:
 
 
 def test_a_request_uses_each_chunk_once(make_bench: MakeBench) -> None:
-    """What one request stores and is offered again after a preemption was not used twice."""
+    """A chunk that a request stores, and is offered again after a preemption, counts as used once."""
     scheduler = Scheduler(make_bench(4, dataclasses.replace(config(), cache_policy="ARC")))
     scheduler.store(1)
     scheduler.store(2)
@@ -517,7 +517,7 @@ def test_a_request_that_rules_out_the_remote_tier_gets_nothing_from_it(
 
 
 def test_of_a_window_the_remote_gives_what_it_has(make_bench: MakeBench) -> None:
-    """Where all layers have a window, vLLM looks back from the end, and a gap is no end."""
+    """Where all layers have a window, vLLM looks back from the end, and a gap is not an end."""
     remote = ScriptedRemote({chunk: payload(chunk) for chunk in (key(2), key(3))})
     scheduler = Scheduler(make_bench(8, remote=remote))
     for number in (1, 2, 3, 4, 5):

@@ -27,7 +27,7 @@ MODEL = {
     "pages": "p",
     "hash_algorithm": "sha256_cbor",
 }
-"""What the connector tells of a model."""
+"""What the connector reports of a model."""
 
 
 def offloading_config(

@@ -12,7 +12,7 @@ ITEM_BYTES = CHUNK_BYTES + SEAL_BYTES
 
 
 def open_disk(*roots: Path, fingerprint: str = FINGERPRINT, chunks: int = 1000) -> DiskTier:
-    """A tier with room for so many chunks, which waits for no other owner of its directories."""
+    """A tier with room for N chunks, which waits for no other owner of its directories."""
     return DiskTier(roots, fingerprint, CHUNK_BYTES, chunks * ITEM_BYTES, lock_wait_s=0.0)
 
 
@@ -22,7 +22,7 @@ def put(tier: DiskTier, chunk: bytes) -> PutOutcome:
 
 
 def get(tier: DiskTier, chunk: bytes) -> GetOutcome:
-    """Get a chunk; AssertionError when its bytes are not those that belong to the key."""
+    """Get a chunk; AssertionError when its bytes do not belong to the key."""
     buffer = bytearray(CHUNK_BYTES)
     outcome = tier.get(chunk, memoryview(buffer))
     assert outcome is not GetOutcome.OK or buffer == payload(chunk)

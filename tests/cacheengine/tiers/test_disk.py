@@ -301,7 +301,7 @@ def test_what_another_process_owns_or_did_not_make_is_left_alone(
 def test_a_chunk_is_written_piece_by_piece_and_read_back_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was just hashed is still in the core's cache when it is copied."""
+    """Bytes that were just hashed are still in the core's cache when they are copied."""
     chunk_bytes = 5 * 256 * 1024 + 4096
     written: list[int] = []
     real = os.pwritev
@@ -325,7 +325,7 @@ def test_a_chunk_is_written_piece_by_piece_and_read_back_whole(
 def test_names_of_files_leave_the_interpreters_table_of_strings_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That table is made anew, megabytes in one piece, when enough names have come and gone."""
+    """That table is made again, megabytes in one piece, when enough names have come and gone."""
     disk = open_disk(tmp_path, chunks=8)
     disk.scan()
     put(disk, key(0))  # makes the directory

@@ -222,7 +222,7 @@ def test_puts_wait_for_other_models_files_that_cannot_be_removed(
 
 @pytest.mark.parametrize("seed", range(5))
 def test_never_a_byte_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """An engine that fills the tier, evicts and starts anew, while removals and writes fail."""
+    """An engine that fills the tier, evicts and restarts, while removals and writes fail."""
     generator = random.Random(seed)
     capacity = 6
     broken: set[str] = set()

@@ -161,7 +161,7 @@ def test_a_server_that_refuses_is_asked_again_after_rests(open_store: Open, tmp_
     with pytest.raises(StoreError, match="the file is there"):
         store.exists(["a"])
     with pytest.raises(StoreError, match="the file is there; tried again in"):
-        while True:  # between the rests it is asked anew, which fails as before
+        while True:  # between the pauses it is asked again, which fails as before
             with pytest.raises(StoreError) as caught:
                 store.exists(["a"])
             if "tried again" in str(caught.value):

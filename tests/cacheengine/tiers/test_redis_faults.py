@@ -144,7 +144,7 @@ class TestValues:
         assert tier.find(keys(1)) == [False]
 
     def test_chunks_that_the_server_evicts(self, tmp_path: Path, open_tier: OpenTier) -> None:
-        """What is still there is right, what is not is missing; puts never fail."""
+        """Chunks that are still there are right, the others are misses; puts never fail."""
         limit = "--maxmemory", "6mb", "--maxmemory-policy", "allkeys-lru"
         with running(redis_program(), tmp_path / "small", *limit) as small:
             tier = open_tier(small.url)

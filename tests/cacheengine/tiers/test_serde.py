@@ -29,7 +29,7 @@ FLOATS = tuple(FLOAT_FORMATS)
 
 
 def gaussian(dtype: str, elements: int, *, seed: int = 1) -> memoryview:
-    """Return so many numbers of a normal distribution, as bytes."""
+    """Return N numbers of a normal distribution, as bytes."""
     numbers = np.random.default_rng(seed).standard_normal(elements).astype(np.float32)
     return memoryview(to_words(numbers, dtype).tobytes())
 
@@ -38,7 +38,7 @@ def to_words(numbers: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.gen
     if dtype == "bfloat16":
         return (numbers.view(np.uint32) >> 16).astype(np.uint16)
     if dtype == "float16":
-        with np.errstate(over="ignore"):  # infinity, as it should be
+        with np.errstate(over="ignore"):  # infinity, correctly
             return numbers.astype(np.float16)
     return numbers
 
@@ -62,7 +62,7 @@ def joined(serde: Serde, payload: memoryview) -> memoryview:
 
 
 def decoded(serde: Serde, encoded: memoryview, size_bytes: int) -> memoryview:
-    # Between two other chunks, as in a pool: what is written beside it is seen.
+    # Between two other chunks, as in a pool: a write next to it would be seen.
     pool = bytearray(b"\xa5" * (size_bytes + 128))
     serde.decode(encoded, memoryview(pool)[64:-64])
     assert pool[:64] == pool[-64:] == b"\xa5" * 64

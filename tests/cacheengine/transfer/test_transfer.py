@@ -64,7 +64,7 @@ def test_what_the_source_lacks_ends_it_there(make_bench: MakeBench, serve: Serve
 def test_the_source_reads_what_it_has_on_disk_only(
     make_bench: MakeBench, serve: Serve, tmp_path: Path
 ) -> None:
-    """And a prefix three times as long as its pool flows through it."""
+    """A prefix of three times its pool's size flows through it, too."""
     source, other = make_bench(8, config(tmp_path)), make_bench(64)
     for start in range(0, 24, 4):
         source.store(PREFIX[start : start + 4])

@@ -117,7 +117,7 @@ def test_a_forged_chunk_of_a_rogue_source_is_refused(
 
 
 def test_without_a_secret_the_rogue_would_succeed(other: Bench, play: Play) -> None:
-    """So the tests beside this one can fail: its chunks are whole in all but their origin."""
+    """So the other tests here can fail: its chunks are whole in all but their origin."""
 
     def script(channel: Channel) -> None:
         hello = protocol.receive_hello(channel, LAYOUT, None)

@@ -1,4 +1,4 @@
-"""Who gets in, asked over real connections."""
+"""Which callers get in, over real connections."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""What is told of a decision: the sentence, the figures, the table for a terminal."""
+"""The explanation of a decision: the sentence, the figures, the table for a terminal."""
 
 import asyncio
 from dataclasses import replace
@@ -85,7 +85,7 @@ def test_equals_are_told_apart() -> None:
 def test_who_spares_the_fleet_work_may_be_a_little_later() -> None:
     """r1 waits until r0 would have computed it all, less a bit, and then has nothing to do.
 
-    In a fleet that has been busy of late: there somebody else needs r0's time.
+    In a fleet that was busy recently: there somebody else needs r0's time.
     """
     fleet, prompt = make_fleet(), tokens(6400)
     for number in range(10):

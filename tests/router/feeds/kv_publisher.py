@@ -1,4 +1,4 @@
-"""A ZMQ publisher in vLLM's format, for tests: PUB with a replay ROUTER beside it."""
+"""A ZMQ publisher in vLLM's format, for tests: PUB with a replay ROUTER."""
 
 import asyncio
 import contextlib

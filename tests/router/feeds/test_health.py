@@ -1,4 +1,4 @@
-"""Who lives, found by asking at intervals and by what requests meet."""
+"""Which replicas are up, found by probes at intervals and by failed requests."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence

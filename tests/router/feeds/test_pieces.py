@@ -1,4 +1,4 @@
-"""What is much is done in pieces, with the event loop free between them."""
+"""Large inputs are applied in pieces, with the event loop free between them."""
 
 import asyncio
 from collections import Counter

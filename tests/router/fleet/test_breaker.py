@@ -49,7 +49,7 @@ def test_the_table_of_transitions(state: Circuit, sign: Sign) -> None:
         ("xx", "closed"),
         ("xxx", "open"),
         ("xx.xx.xx", "closed"),  # never three in a row, and too few to be a share
-        ("x.x.x.x.x.", "closed"),  # the tenth is no failure, which alone opens
+        ("x.x.x.x.x.", "closed"),  # the tenth succeeds, and only a failure opens
         (".x.x.x.x.x", "open"),  # half of ten
         ("x" + "..." * 3 + "xx" + ".x", "closed"),
         ("." * 100 + "xx", "closed"),

@@ -193,7 +193,7 @@ def test_a_fetch_that_hides_the_queue_teaches_as_if_there_were_none() -> None:
 def test_queues_that_are_always_underestimated_leave_a_rate_about_right(
     queue_noise: float, slowest: float
 ) -> None:
-    """Three of four requests wait, and three times as long as predicted."""
+    """Three of four requests wait, for three times the predicted time."""
     rates, source = CostModel(CONFIG, LearningWeights(queue_noise=queue_noise)), random.Random(4)
     seen = []
     for _ in range(400):

@@ -1,4 +1,4 @@
-"""LMCache's keys, beside the keys of a real server's events, and matching by them."""
+"""LMCache's keys, compared with the keys in a real server's events, and matching by them."""
 
 import pytest
 
@@ -72,7 +72,7 @@ def test_where_vllm_tells_no_keys_chunks_stand_for_blocks() -> None:
 def test_the_keys_are_those_of_lmcache_inside_vllm(
     algorithm: str, seed: str | None, keys: tuple[int, int]
 ) -> None:
-    """What ``ChunkedTokenDatabase`` of lmcache 0.5.6 gave beside vLLM 0.32, by PYTHONHASHSEED."""
+    """What ``ChunkedTokenDatabase`` of lmcache 0.5.6 gave inside vLLM 0.32, by PYTHONHASHSEED."""
     chain = LmcacheKeys.inside(16, algorithm, seed).chain(range(40))
     assert [lmcache_key64(each) for each in chain] == [each % 2**64 for each in keys]
 

@@ -10,7 +10,7 @@ from warmroute_common.keys import HashScheme, key64
 
 
 def test_lower_tiers_go_on_from_the_chunk_that_holds_the_end_of_the_gpu_blocks() -> None:
-    """Of the first chunk from a lower tier only what the GPU lacks counts."""
+    """Only the part that the GPU lacks counts of the first chunk from a lower tier."""
     index = PrefixIndex(1000)
     keys = list(range(16))
     index.add(0, KvTier.GPU, keys[:6])

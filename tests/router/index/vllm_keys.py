@@ -33,7 +33,7 @@ def adapter(name: str, path: str, number: int = 1) -> LoRARequest:
 
 
 def feature(offset: int, length: int) -> MultiModalFeatureSpec:
-    """Return an image of so many tokens."""
+    """Return an image of N tokens."""
     return MultiModalFeatureSpec(
         data=None,
         modality="image",

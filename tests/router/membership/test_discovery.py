@@ -263,7 +263,7 @@ async def test_an_agent_joins_only_where_that_is_permitted(
 async def test_a_registration_completes_what_another_source_knows(
     fleet: Fleet, client: aiohttp.ClientSession, eventually: Wait
 ) -> None:
-    """Of two sources of one URL there is one replica, and what the file says counts most."""
+    """Two sources of one URL make one replica, and the file's settings win."""
     async with kubernetes_api() as api:
         port = urlsplit(fleet.two.url).port
         assert port is not None

@@ -1,4 +1,4 @@
-"""Replicas as the Kubernetes API tells of them, by its own protocol over a real socket."""
+"""Replicas as the Kubernetes API reports them, by its own protocol over a real socket."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
@@ -136,7 +136,7 @@ async def test_a_version_that_is_gone_is_listed_anew(
     await api.put(slice_of("b", endpoint("10.0.0.9")))
     async with watching(api) as told:
         await eventually(lambda: api.watches == 1)
-        # Between a list and the watch that goes on from it.
+        # Between a list and the watch that continues from it.
         listed = api.lists
         api.refused_with = 500
         await api.cut()

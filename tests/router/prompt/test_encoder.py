@@ -45,7 +45,7 @@ def test_pieces_have_the_tokens_of_the_whole(kind: str) -> None:
     encoder = encoder_of(kind)
     for text in texts():
         for special in (False, True):
-            for _ in range(2):  # anew, and remembered
+            for _ in range(2):  # again, and remembered
                 assert ids_of(encoder, text, special=special) == expected(
                     kind, text, special=special
                 ), text

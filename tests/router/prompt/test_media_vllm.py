@@ -1,6 +1,6 @@
-"""The tokens before the first medium against those that vLLM's own processor makes.
+"""The tokens before the first medium, compared with those of vLLM's own processor.
 
-The model takes audio: of those that vLLM's CPU build serves without further
+The model takes audio: among the models that vLLM's CPU build serves without further
 packages it is the one with a processor of its own. Its audio comes as embeddings,
 which need no decoder.
 """

@@ -330,7 +330,7 @@ def test_a_directory_that_cannot_be_used_is_a_clear_error(
     spoil(path)
     with pytest.raises(ConfigError) as caught:
         PromptReader.load(path)
-    assert str(caught.value).count(";") >= 1  # says how to mend it
+    assert str(caught.value).count(";") >= 1  # says how to fix it
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def render(source: str, *messages: dict[str, Any], **options: Any) -> str:
         ),
         ("{% for m in messages %}{% for c in m.tool_calls %}{% endfor %}{% endfor %}", "string"),
         ("{% for c in content %}{% endfor %}", "openai"),
-        # A loop over a parameter that is never given content is none over content.
+        # A loop over a parameter that is never given content is not a loop over content.
         (
             "{% macro f(content) %}{% for c in content %}{% endfor %}{% endmacro %}{{ f(1) }}",
             "string",

@@ -224,7 +224,7 @@ def write_model(
     config: dict[str, Any] | None = None,
     model: dict[str, Any] | None = None,
 ) -> Path:
-    """Write what a model's directory has beside its weights; return the directory."""
+    """Write a model's directory without its weights; return the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     whole = {

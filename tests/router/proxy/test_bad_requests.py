@@ -1,4 +1,4 @@
-"""What cannot be answered is refused in the client's own language."""
+"""Requests that cannot be answered get an error in the client's own format."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What a request holds is released once it can no longer be sent to another replica."""
+"""A request's body is released once it can no longer be sent to another replica."""
 
 import asyncio
 import gc

@@ -1,4 +1,4 @@
-"""The request log: lines of real requests, and what becomes of those that cannot be written."""
+"""The request log: lines of real requests, and lines that cannot be written."""
 
 import asyncio
 import io

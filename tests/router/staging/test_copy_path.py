@@ -21,7 +21,7 @@ from tests.router.real_replicas import CHUNKS, TOKENS
 ASK: Final[dict[str, Any]] = {"model": "m", "prompt": TOKENS}
 SESSION: Final = {"x-session-id": "s"}
 SLOW: Final = RatesConfig(prefill_tokens_per_s=1000.0)
-"""So that computing the prompt anew takes five seconds."""
+"""So that computing the prompt again takes five seconds."""
 
 
 @dataclass(kw_only=True)
@@ -33,7 +33,7 @@ class Pair:
     router: Running
 
     def queue_at_one(self, seconds: float = 100.0) -> None:
-        """Have the router believe that the first replica is busy for so long."""
+        """Make the router believe that the first replica is busy for this time."""
         replica = self.router.parts.fleet.replicas["one"]
         replica.queue.join(seconds, asyncio.get_running_loop().time())
 
@@ -145,7 +145,7 @@ async def test_a_client_that_leaves_during_the_copy(
     eventually: Wait,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing stays in flight; the copy goes on, and nobody waits for it at the end."""
+    """Nothing stays in flight; the copy continues, and nobody waits for it at the end."""
     made = await pair(fleet, benches)
     made.queue_at_one()
     holds = benches[0].engine.hold

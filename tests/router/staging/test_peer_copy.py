@@ -197,7 +197,7 @@ async def test_a_source_that_is_gone_is_a_miss(
 async def test_a_source_that_dies_in_the_middle(
     real: RealFleet, copier: PeerCopier, told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What has arrived is usable, and its time teaches nothing."""
+    """Chunks that arrived are usable, and the time teaches nothing."""
     monkeypatch.setattr(fetching, "_WINDOW_BYTES", 4 * CHUNK_BYTES)
     send = protocol.send_chunk
 

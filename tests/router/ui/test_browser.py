@@ -26,7 +26,7 @@ expect.set_options(timeout=PATIENT_MS)
 
 @dataclass
 class Seen:
-    """What a page did beside showing itself."""
+    """What a page did besides showing itself."""
 
     errors: list[str] = field(default_factory=list)
     hosts: set[str] = field(default_factory=set)
