@@ -204,7 +204,8 @@ def rules(
     """Return how each contender's rule is made for a fleet, by its name.
 
     `seed` is that of draws and ties, `prefill_tokens_per_s` is the speed that `llm-d-affinity`
-    assumes for the machine. No rule here goes by `kv_capacity_blocks`, the size of a replica's GPU cache.
+    assumes for the machine. No rule here goes by `kv_capacity_blocks`, the size of a replica's
+    GPU cache.
     """
     tuned = partial(VllmCacheAware, cache_threshold=0.5, balance_abs=32, balance_rel=1.1)
     predicted = DynamoWeights(predicted_ttl_s=5.0)
