@@ -51,7 +51,7 @@ async def test_a_router_follows_agents_by_the_secret(
                 assert told["layout_info"] == {}
                 assert "errors" not in told
             else:
-                assert "the fleet secret is asked for" in told["error"]["message"]
+                assert "this agent requires the fleet secret" in told["error"]["message"]
                 assert all(each.incarnation is None for each in parts.fleet.replicas.values())
 
 

@@ -76,7 +76,7 @@ def check(monkeypatch: pytest.MonkeyPatch, kinds: list[str], blocks_per_chunk: i
         (["full", "window"], "2 KV cache groups .* --disable-hybrid-kv-cache-manager"),
         (["full", "local", "window"], "3 KV cache groups"),
         # Of these it cannot.
-        (["full", "mamba"], r"FullAttentionSpec, MambaSpec.*cannot hold that. Start vLLM without"),
+        (["full", "mamba"], r"FullAttentionSpec, MambaSpec.*does not support. Start vLLM without"),
     ],
 )
 def test_several_groups_are_refused_with_what_to_do(
@@ -108,8 +108,8 @@ def test_models_whose_chunks_are_whole(
     ("kinds", "blocks_per_chunk", "message"),
     [
         (["window", "window"], 2, "4096 tokens.*chunk_size: 128 .* --block-size 256"),
-        (["mamba"], 1, r"MambaSpec.*cannot hold"),
-        (["local"], 1, r"ChunkedLocalAttentionSpec.*cannot hold"),
+        (["mamba"], 1, r"MambaSpec.*does not support"),
+        (["local"], 1, r"ChunkedLocalAttentionSpec.*does not support"),
         (["window", "mamba"], 1, r"MambaSpec, SlidingWindowSpec"),
     ],
 )

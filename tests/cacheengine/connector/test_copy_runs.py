@@ -157,7 +157,7 @@ def test_memory_of_another_form_is_refused() -> None:
         PagedMemory.of(pages.to(torch.int16))
     with pytest.raises(ValueError, match="overlap"):
         PagedMemory.of(pages.as_strided((4, 3, 8), (8, 8, 1)))
-    with pytest.raises(ValueError, match="of 8 and of 9 bytes"):
+    with pytest.raises(ValueError, match="have 8 bytes, the pool's 9"):
         LayerMemory.of(pages[0], torch.zeros((4, 3, 9), dtype=torch.int8))
 
 

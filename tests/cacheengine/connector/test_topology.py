@@ -22,11 +22,11 @@ import sys
 from pathlib import Path
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.parallel_state import init_distributed_environment
-from cacheengine.connector import topology
+from cacheengine.connector import spec
 
 def check(kv_bytes):
     try:
-        topology.check_ranks(kv_bytes)
+        spec.check_ranks(kv_bytes)
     except ValueError as error:
         print(f"refused: {error}")
     else:
@@ -37,7 +37,7 @@ with set_current_vllm_config(VllmConfig()):
     init_distributed_environment(2, int(rank), f"tcp://127.0.0.1:{port}", int(rank), "gloo")
     check(4096)
     check(4096 * (1 + int(rank)))
-    topology._MACHINE = Path(machine)
+    spec._BOOT_ID = Path(machine)
     check(4096)
 """
 
@@ -58,9 +58,9 @@ def test_ranks_ask_each_other_and_come_to_the_same(tmp_path: Path) -> None:
     for rank in ranks:
         alike, stages, apart = rank.communicate(timeout=200)[0].splitlines()[-3:]
         assert alike == "accepted"
-        assert "keep different amounts of KV (4096, 8192 bytes of a block)" in stages
+        assert "keep different amounts of KV (4096, 8192 bytes per block)" in stages
         assert "the 2 tensor or pipeline parallel ranks of this replica are on 2 machines" in apart
-        assert "Start one replica for each machine" in apart
+        assert "Start one replica on each machine" in apart
 
 
 def test_pipeline_stages_of_different_size_are_refused() -> None:
@@ -68,7 +68,7 @@ def test_pipeline_stages_of_different_size_are_refused() -> None:
 
     problem = rank_mismatch([RankMemory("m", 5120), RankMemory("m", 3072)])
     assert problem is not None
-    assert "keep different amounts of KV (5120, 3072 bytes of a block)" in problem
+    assert "keep different amounts of KV (5120, 3072 bytes per block)" in problem
     assert "--pipeline-parallel-size that divides the number of layers" in problem
     assert "\n" not in problem
 
