@@ -46,7 +46,7 @@ ROUTER: dict[str, set[str]] = {
     },
     "gateway": {"config", "index", "fleet", "record", "proxy"},
 }
-"""Which packages of the router a package of the router may import. Modules outside packages may import any."""
+"""Which packages of the router a package of it may import. Modules outside may import any."""
 
 ENGINE: dict[str, set[str]] = {
     "identity": set(),

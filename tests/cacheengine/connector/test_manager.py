@@ -467,7 +467,7 @@ def test_an_aborted_request_promotes_nothing(scheduler: Scheduler) -> None:
 
 
 def test_a_request_uses_each_chunk_once(make_bench: MakeBench) -> None:
-    """A chunk that a request stores, and is offered again after a preemption, counts as used once."""
+    """A chunk that a request stores and gets again after a preemption counts as used once."""
     scheduler = Scheduler(make_bench(4, dataclasses.replace(config(), cache_policy="ARC")))
     scheduler.store(1)
     scheduler.store(2)
