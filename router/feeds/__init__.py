@@ -1,1 +1,1 @@
-"""What replicas tell of themselves: what they hold, whether they live, which models they serve."""
+"""What replicas report: KV events, the events of agents, and health probes."""
