@@ -1,28 +1,288 @@
-"""The router as an aiohttp application: its routes, and when its parts start and stop."""
+"""The router as an aiohttp application: its parts, its routes, and when the parts start and stop.
+
+`make_parts` says what each part is made of, and which of them tells which.
+"""
 
 import asyncio
 import logging
+import random
+import ssl
 import time
-from collections.abc import AsyncIterator, Callable
-from typing import Final
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
 
+import aiohttp
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from router.agent_client import AgentClient
 from router.api.access import Access
 from router.api.cors import allow_origins
-from router.config.credentials import client_context
-from router.config.settings import RouterConfig
+from router.api.own_endpoints import OwnEndpoints
+from router.api.replica_endpoints import ReplicaEndpoints
+from router.config.credentials import (
+    client_context,
+    load_certificate,
+    load_fleet_secret,
+    server_context,
+)
+from router.config.settings import ReplicaTlsConfig, RouterConfig, TlsConfig
+from router.feeds.feeds import Feeds
+from router.feeds.health_monitor import HealthMonitor
 from router.fleet.fleet import Fleet
-from router.membership.reload import ConfigFile
-from router.parts import Parts, make_parts
+from router.fleet.replica import Replica
+from router.lmcache.controller import Controller
+from router.lmcache.instance_registry import ConfiguredInstance
+from router.lmcache.lmcache import Lmcache
+from router.membership.discovery import Discovery
+from router.membership.membership import Membership, Source
+from router.membership.reload import ConfigFile, Reload
 from router.policy import METHODS, PROMPTED, Plane
-from router.prompt.prompt_source import PromptSource
-from router.proxy.upstream import client_session
-from router.record.outlets import Outlets
-from router.record.records import RecordReader
-from router.ui.page import FILES
+from router.prompt.prompt_reader import PromptSource
+from router.proxy.lifecycle import RequestLifecycle
+from router.proxy.proxy import Proxy, Retries
+from router.proxy.upstream import FirstByteWaits, client_session
+from router.record.metrics import Metrics
+from router.record.records import RecordReader, RecordReaders
+from router.record.request_log import RecordExports
+from router.scheduling.admission import AdmissionController, AdmissionQueue
+from router.scheduling.request_scheduler import RequestScheduler
+from router.staging.stager import Stager
+from router.ui.page import FILES, Page
+from router.ui.recent import Recent
+from warmroute_common.addresses import is_loopback
+from warmroute_common.fleet_secret import FleetSecret
 from warmroute_common.http_server import BODIES, Bodies, announce_leaving, errors_answered
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The router's parts while it runs, for tests and for programs that embed it."""
+
+    fleet: Fleet
+    admission: AdmissionController
+    feeds: Feeds
+    health: HealthMonitor
+    prompts: PromptSource
+    stager: Stager
+    lifecycle: RequestLifecycle
+    waits: FirstByteWaits
+    retries: Retries
+    proxy: Proxy
+    api: OwnEndpoints
+    replica_endpoints: ReplicaEndpoints
+    page: Page
+    controller: Controller | None
+    """None where the configuration has none; its two applications want sites of their own."""
+    lmcache: Lmcache
+    members: Membership
+    discovery: Discovery
+    reload: Reload
+    tls: ssl.SSLContext | None
+    """What the clients' port is to take; None for plain HTTP."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Followers:
+    """The parts that keep something for each replica."""
+
+    health: HealthMonitor
+    feeds: Feeds
+    lmcache: Lmcache
+    stager: Stager
+    prompts: PromptSource
+    admission: AdmissionController
+
+    def joined(self, replica: Replica) -> asyncio.Event:
+        """Begin to follow a replica; return an event that its first probe sets."""
+        self.feeds.joined(replica)
+        self.lmcache.joined()
+        self.admission.wake()
+        return self.health.joined(replica)
+
+    def left(self, replica: Replica) -> None:
+        """Forget a replica."""
+        self.health.left(replica)
+        self.feeds.left(replica)
+        self.lmcache.left(replica)
+        self.stager.left(replica)
+        self.prompts.forget(replica.config.url)
+        self.admission.wake()
+
+
+def make_parts(
+    config: RouterConfig,
+    session: aiohttp.ClientSession,
+    prompts: PromptSource,
+    access: Access,
+    *,
+    exports: RecordExports,
+    reader: RecordReader | None,
+    file: ConfigFile | None,
+    replica_tls: ssl.SSLContext | bool,
+) -> Parts:
+    """Make the parts, none of which has started yet.
+
+    ``replica_tls`` is what ``session`` verifies replicas by. Raises what loading certificates does.
+    """
+    fleet = Fleet(config, jitter=random.random)
+    scheduler = RequestScheduler(fleet, stopwatch=time.monotonic)
+    admission = AdmissionController(AdmissionQueue(scheduler), time.monotonic)
+    lmcache = Lmcache(fleet, session)
+    secret = load_fleet_secret(config)
+    agents = partial(AgentClient, session, secret=secret)
+    stager = Stager(config, fleet, agents, lmcache=lmcache.prefetch)
+    sizes = partial(_sizes, fleet, admission, lmcache)
+    waits, retries = FirstByteWaits(fleet, lmcache), Retries()
+    health = HealthMonitor(config, fleet, prompts, session, changed=waits.look)
+    feeds = Feeds(fleet, session, secret)
+    followers = _Followers(
+        health=health,
+        feeds=feeds,
+        lmcache=lmcache,
+        stager=stager,
+        prompts=prompts,
+        admission=admission,
+    )
+    members = Membership(fleet, drain_s=config.timeouts.drain_s, followers=followers)
+    tls = None if config.tls is None else server_context(config.tls)
+    recent = Recent(time.monotonic())
+    records = RecordReaders([recent, exports, *([] if reader is None else [reader])])
+    lifecycle = RequestLifecycle(
+        config,
+        fleet=fleet,
+        scheduler=scheduler,
+        admission=admission,
+        prompts=prompts,
+        stager=stager,
+        records=records,
+        failures=health,
+        locator=lmcache,
+    )
+    reload = Reload(
+        config, file, _live(fleet, members, access, lifecycle, tls=tls, replica_tls=replica_tls)
+    )
+    metrics = Metrics(
+        *(fleet, sizes, lmcache.counts, access.refused, reload.counts),
+        dropped=exports.dropped,
+    )
+    records.add(metrics)
+    controller = _controller(config, members, session, lmcache, access, secret=secret)
+    return Parts(
+        fleet=fleet,
+        admission=admission,
+        feeds=feeds,
+        health=health,
+        prompts=prompts,
+        stager=stager,
+        lifecycle=lifecycle,
+        waits=waits,
+        retries=retries,
+        proxy=Proxy(lifecycle, session, waits, retries),
+        api=OwnEndpoints(
+            config=config,
+            fleet=fleet,
+            lifecycle=lifecycle,
+            counted=metrics,
+            session=session,
+            access=access,
+            reload=reload,
+        ),
+        replica_endpoints=ReplicaEndpoints(fleet=fleet, look_again=health.look_again),
+        controller=controller,
+        page=Page(fleet=fleet, recent=recent, waiting=lambda: len(admission)),
+        lmcache=lmcache,
+        members=members,
+        discovery=Discovery(
+            config.discovery, members, None if controller is None else controller.registrations
+        ),
+        reload=reload,
+        tls=tls,
+    )
+
+
+def _live(
+    fleet: Fleet,
+    members: Membership,
+    access: Access,
+    lifecycle: RequestLifecycle,
+    *,
+    tls: ssl.SSLContext | None,
+    replica_tls: ssl.SSLContext | bool,
+) -> dict[str, Callable[[Any], None]]:
+    """Return a function for each live setting that applies its new value."""
+
+    def show(settings: TlsConfig | None) -> None:
+        if tls is not None and settings is not None:
+            load_certificate(tls, settings)
+
+    def trust(settings: ReplicaTlsConfig) -> None:
+        if isinstance(replica_tls, ssl.SSLContext) and settings.ca_file is not None:
+            replica_tls.load_verify_locations(settings.ca_file)
+
+    def rename(aliases: Mapping[str, str]) -> None:
+        fleet.aliases = lifecycle.policy.aliases = aliases
+
+    return {
+        # Steps that may fail come first: then nothing has changed yet.
+        "tls": show,
+        "replica_tls": trust,
+        "replicas": partial(members.name, Source.FILE),
+        "access": access.change,
+        "model_aliases": rename,
+        "passthrough": partial(setattr, lifecycle.policy, "passthrough"),
+        "log_level": lambda level: logging.getLogger().setLevel(level.upper()),
+    }
+
+
+def _controller(
+    config: RouterConfig,
+    members: Membership,
+    session: aiohttp.ClientSession,
+    lmcache: Lmcache,
+    access: Access,
+    *,
+    secret: FleetSecret | None,
+) -> Controller | None:
+    if config.controller is None:
+        return None
+    others_reach_it = not is_loopback(config.controller.host)
+
+    def configured() -> list[ConfiguredInstance]:
+        return [
+            ConfiguredInstance(
+                id=each.id, agent_url=each.config.agent_url, incarnation=each.incarnation
+            )
+            for each in members.fleet.replicas.values()
+            if each.config.agent_url is not None
+            if members.source(each) not in (None, Source.REGISTRATION)
+        ]
+
+    return Controller(
+        configured,
+        session,
+        limit_bytes=config.max_body_bytes,
+        body_s=config.timeouts.body_s,
+        secret=config.controller.secret,
+        access=access,
+        fleet_secret=secret,
+        lmcache=lmcache,
+        guards_monitor=config.discovery.registration or others_reach_it,
+    )
+
+
+def _sizes(fleet: Fleet, admission: AdmissionController, lmcache: Lmcache) -> dict[str, int]:
+    return {
+        "index": len(fleet.index),
+        "sessions": len(fleet.sessions),
+        "waiting": len(admission),
+        "lmcache": len(lmcache),
+        "lmcache_workers": 0 if lmcache.workers is None else len(lmcache.workers.registry),
+    }
+
 
 log = logging.getLogger("warmroute")
 
@@ -50,36 +310,21 @@ def create_app(
     app[BODIES] = Bodies(within_s=config.timeouts.body_s, limit_bytes=config.max_bodies_bytes)
     announce_leaving(app)
     prompts = PromptSource(config.tokenizer)
-    outlets = Outlets(config)
+    exports = RecordExports(config)
 
     async def run_parts(app: web.Application) -> AsyncIterator[None]:
         replica_tls = client_context(config.replica_tls)
-        async with outlets, client_session(replica_tls) as session:
+        async with exports, client_session(replica_tls) as session, AsyncExitStack() as stack:
             parts = make_parts(
                 *(config, session, prompts, access),
-                outlets=outlets,
+                exports=exports,
                 reader=reader,
                 file=file,
                 replica_tls=replica_tls,
             )
             app[PARTS] = parts
-            parts.lmcache.listen()  # first: where that fails nothing else runs yet
-            await parts.health.start()
-            await parts.feeds.start()
-            await parts.lmcache.start()
-            parts.members.start()
-            parts.discovery.start()
-            await parts.reload.start()
-            tick = asyncio.create_task(ticking(parts.fleet), name="tick")
+            await _start(parts, stack)
             yield
-            tick.cancel()
-            await parts.reload.stop()
-            await parts.discovery.stop()
-            await parts.members.stop()
-            await parts.lmcache.stop()
-            await parts.preparer.stop()
-            await parts.feeds.stop()
-            await parts.health.stop()
 
     async def stop_waiting(app: web.Application) -> None:
         # Half of the time for requests that still wait to be sent, half for their answers.
@@ -92,6 +337,26 @@ def create_app(
     if config.cors is not None:
         allow_origins(app, config.cors)
     return app
+
+
+async def _start(parts: Parts, stack: AsyncExitStack) -> None:
+    """Start the parts; ``stack`` stops them in reverse order, also when a start fails."""
+    parts.lmcache.listen()  # first: where that fails nothing else runs yet
+    stack.push_async_callback(parts.health.stop)
+    await parts.health.start()
+    stack.push_async_callback(parts.feeds.stop)
+    await parts.feeds.start()
+    stack.push_async_callback(parts.stager.stop)
+    stack.push_async_callback(parts.lmcache.stop)
+    await parts.lmcache.start()
+    stack.push_async_callback(parts.members.stop)
+    parts.members.start()
+    stack.push_async_callback(parts.discovery.stop)
+    parts.discovery.start()
+    stack.push_async_callback(parts.reload.stop)
+    await parts.reload.start()
+    tick = asyncio.create_task(ticking(parts.fleet), name="tick")
+    stack.callback(tick.cancel)
 
 
 async def ticking(fleet: Fleet) -> None:
@@ -109,7 +374,7 @@ def _add_routes(app: web.Application) -> None:
         return await request.app[PARTS].proxy.handle(request)
 
     async def passed(request: web.Request) -> web.StreamResponse:
-        policy = request.app[PARTS].judge.policy
+        policy = request.app[PARTS].lifecycle.policy
         policy.check(Plane.PROXY, request.method, request.path, request.headers)
         return await proxied(request)
 

@@ -50,9 +50,9 @@ class FleetSecret:
     def is_known_by(self, shown: str) -> bool:
         """Whether a caller shows the token, or the secret itself as people do; constant time."""
         # Bytes: text of other alphabets than ASCII cannot be compared in constant time.
-        told = shown.encode(errors="replace")
-        is_token = hmac.compare_digest(told, self.token.encode())
-        return hmac.compare_digest(told, self._secret) or is_token
+        given = shown.encode(errors="replace")
+        is_token = hmac.compare_digest(given, self.token.encode())
+        return hmac.compare_digest(given, self._secret) or is_token
 
     def headers(self, url: str) -> dict[str, str]:
         """Return the headers that show the token; none for a URL that has a password itself."""

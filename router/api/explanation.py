@@ -111,11 +111,11 @@ def _holds(picked: Candidate, prompt_tokens: int) -> str:
     if not found:
         return f"it holds none of the {prompt_tokens:,} tokens"
     (where, count), *others = found.items()
-    told = [f"{count:,} of {prompt_tokens:,} tokens are {where}"]
-    told += [f"{count:,} {where}" for where, count in others]
+    parts = [f"{count:,} of {prompt_tokens:,} tokens are {where}"]
+    parts += [f"{count:,} {where}" for where, count in others]
     if picked.replica.reads_late(picked.matched_tokens):
-        told.append("read when the replica starts the request, because it accepts no prefetch")
-    return ", ".join(told)
+        parts.append("read when the replica starts the request, because it accepts no prefetch")
+    return ", ".join(parts)
 
 
 def _against(picked: Candidate, other: Candidate, name: str, weights: CostWeights) -> str:

@@ -29,7 +29,7 @@ class OwnEndpoints:
 
     config: RouterConfig
     fleet: Fleet
-    judge: RequestLifecycle
+    lifecycle: RequestLifecycle
     counted: Metrics
     session: aiohttp.ClientSession
     access: Access
@@ -86,8 +86,8 @@ class OwnEndpoints:
         """
         body = await read_body(request)
         endpoint = _endpoint(request.query.get("endpoint"), json_object(body))
-        asked = self.judge.policy.parse(Plane.PROXY, "POST", endpoint, request.headers, body)
-        prompt, decision = await self.judge.decide(asked)
+        asked = self.lifecycle.policy.parse(Plane.PROXY, "POST", endpoint, request.headers, body)
+        prompt, decision = await self.lifecycle.decide(asked)
         return as_json(explanation(prompt, decision, self.fleet, model=asked.model))
 
     async def _merged_models(self, request: web.Request) -> list[dict[str, object]]:

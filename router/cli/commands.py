@@ -274,7 +274,7 @@ def _run(read: Callable[[], RouterConfig], path: Path | None, *, picks: bool = F
     except ModuleNotFoundError as error:
         if not picks:
             raise
-        fix = "install the extra: pip install 'warmroute[gateway]'"
+        fix = "install the extra: pip install '.[gateway]' in a clone of the repository"
         raise ConfigError("warmroute picker", "", str(error), fix) from None
 
 

@@ -77,25 +77,25 @@ def table(answer: dict[str, Any]) -> str:
 
 def _pick_lines(answer: dict[str, Any]) -> list[str]:
     exact = "" if answer["exact_tokens"] else " (estimated)"
-    told = {
+    lines = {
         "replica": f"{answer['replica']}  ({answer['reason']})",
         "why": answer["why"],
         "prompt": f"{answer['prompt_tokens']:,} tokens{exact}",
         "predicted": f"{_ms(answer['predicted_ttft_s'])} ms to the first token",
     }
     picked = next(each for each in answer["candidates"] if each["replica_id"] == answer["replica"])
-    told["accuracy"] = _trust(answer["replica"], picked["predictions"])
+    lines["accuracy"] = _trust(answer["replica"], picked["predictions"])
     if answer["prefetch_chunks"]:
         gain = _ms(answer["expected_gain_s"])
-        told["prefetch"] = f"{answer['prefetch_chunks']:,} chunks, gains {gain} ms"
+        lines["prefetch"] = f"{answer['prefetch_chunks']:,} chunks, gains {gain} ms"
     if copy := answer["copy"]:
-        told["copy"] = (
+        lines["copy"] = (
             f"{copy['chunks']:,} chunks ({_sized(copy['bytes'])}B) from {copy['source']}, "
             f"gains {_ms(copy['expected_gain_s'])} ms"
         )
     return [
         line
-        for name, text in told.items()
+        for name, text in lines.items()
         for line in textwrap.wrap(
             text, _COLUMNS, initial_indent=name.ljust(_INDENT), subsequent_indent=" " * _INDENT
         )
@@ -125,12 +125,12 @@ def _cost_lines(candidates: list[dict[str, Any]], picked: str) -> list[str]:
         columns[tier] = [f"{each['matched_tokens'].get(tier, 0):,}" for each in candidates]
     columns["copied"] = [f"{each['copied_tokens']:,}" for each in candidates]
     columns["busy"] = [str(each["in_flight"]) for each in candidates]
-    told = {name: cells for name, cells in columns.items() if set(cells) != {"0"}}
+    shown = {name: cells for name, cells in columns.items() if set(cells) != {"0"}}
     return [
         "Predicted ms (ttft = base + the longer of queue and fetch + load + prefill),",
         "the prompt's tokens by tier, tokens copied from a peer, requests in flight (busy)",
         "",
-        *_aligned(told),
+        *_aligned(shown),
     ]
 
 

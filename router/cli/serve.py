@@ -16,11 +16,10 @@ from typing import Final
 import uvloop
 from aiohttp import web
 
-from router.app import PARTS, create_app
+from router.app import PARTS, Parts, create_app
 from router.config.settings import PickerConfig, RouterConfig, TimeoutsConfig
 from router.lmcache.controller import Controller
 from router.membership.reload import ConfigFile, Reload
-from router.parts import Parts
 from warmroute_common.addresses import is_loopback, join_host_port, listening_family
 from warmroute_common.command_line import counted
 from warmroute_common.config_reader import describe
@@ -160,11 +159,11 @@ async def _serve_picker(
     # Its packages are an extra that only gateways need.
     from router.gateway.picker_server import CannotListenError, PickerServer  # noqa: PLC0415
 
-    config = parts.judge.config
+    config = parts.lifecycle.config
     settings = config.picker or PickerConfig()
     # Clients' TLS ends at the gateway.
     url = await _listen(runner, config, settings.host, settings.http_port, "picker.http_port")
-    picker = PickerServer(parts.judge, settings)
+    picker = PickerServer(parts.lifecycle, settings)
     parts.members.listeners.append(picker.fleet_changed)
     try:
         port = await picker.start()

@@ -55,11 +55,11 @@ def frame(
 
 def _head(state: State, url: str, problem: str | None) -> Text:
     up = sum(each["state"] == "up" for each in state["replicas"])
-    told = (
+    summary = (
         f"  {url}   {up} of {len(state['replicas'])} replicas up, policy {state['policy']}, "
         f"running for {_lasting(state['now'] - state['started'])}   {_clock(state['now'])}"
     )
-    head = Text.assemble(("warmroute", "bold"), (told, "dim"))
+    head = Text.assemble(("warmroute", "bold"), (summary, "dim"))
     if problem is not None:
         head.append(f"\n{problem}", "bold red")
     return head
@@ -70,7 +70,7 @@ def _totals(state: State) -> Text:
     waiting = f", {totals['waiting']} held" if totals["waiting"] else ""
     turns = sessions["turns"]
     spilled = f", {_percent(sessions['spills'] / turns)} spilled" if turns else ""
-    told = [
+    figures = [
         (f"{totals['requests_per_s']:.1f}", " requests/s", ""),
         (_percent(totals["warmth"]), " matched", ""),
         (_median(totals["warm"]), " warm TTFT", _COLOURS["gpu"]),
@@ -79,7 +79,7 @@ def _totals(state: State) -> Text:
         (f"{sessions['count']:,}", f" sessions{spilled}", ""),
     ]
     line = Text()
-    for figure, text, colour in told:
+    for figure, text, colour in figures:
         line.append("   " if line else "")
         line.append(figure, f"bold {colour}").append(text, "dim")
     return line
@@ -134,14 +134,14 @@ def _ttfts(state: State) -> Sequence[Text]:
     }
     known = [each for line in medians.values() for each in line if each]
     scale = _scale(min(known), max(known)) if known else (lambda _: " ")
-    told = f"   medians of {slice_s:.0f} s, last {_lasting((oldest + 1) * slice_s)}"
+    caption = f"   medians of {slice_s:.0f} s, last {_lasting((oldest + 1) * slice_s)}"
     named = {"cold": _COLOURS["remote"], "warm": _COLOURS["gpu"]}
     return [
         Text.assemble(
             (f"TTFT {kind}  ", "dim"),
             ("".join(scale(each) if each else " " for each in medians[kind]), colour),
             (f"  {_seconds(_last(medians[kind])):>7}", "bold"),
-            (told if kind == "cold" else "", "dim"),
+            (caption if kind == "cold" else "", "dim"),
         )
         for kind, colour in named.items()
     ]
@@ -152,8 +152,8 @@ def _scale(least_s: float, most_s: float) -> Callable[[float], str]:
     return lambda s: _SPARKS[round(log(s / least_s) / reach * (len(_SPARKS) - 1))]
 
 
-def _p50(told: State | None, kind: str) -> float | None:
-    return None if told is None or told[kind] is None else told[kind]["p50_s"]
+def _p50(stats: State | None, kind: str) -> float | None:
+    return None if stats is None or stats[kind] is None else stats[kind]["p50_s"]
 
 
 def _last(medians: Sequence[float | None]) -> float | None:
@@ -176,7 +176,7 @@ def _requests(requests: Sequence[State]) -> RenderableType:
 def _request(request: State) -> Sequence[Text]:
     status, outcome = request["status"], request["outcome"]
     is_ok = outcome == "ok" and status is not None and status < 400
-    told = status if outcome == "ok" else outcome if status is None else f"{status} {outcome}"
+    ending = status if outcome == "ok" else outcome if status is None else f"{status} {outcome}"
     spilled = request["reason"] == "session-spill" and request["home"]
     why = f"{request['reason'] or '-'}{f' from {spilled}' if spilled else ''}"
     return [
@@ -187,7 +187,7 @@ def _request(request: State) -> Sequence[Text]:
         _split(request),
         Text(_seconds(request["predicted_s"]), "dim"),
         Text(_seconds(request["ttft_s"]), "" if request["streamed"] else "dim"),
-        Text(str(told), "" if is_ok else "bold red"),
+        Text(str(ending), "" if is_ok else "bold red"),
     ]
 
 

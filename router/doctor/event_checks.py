@@ -23,7 +23,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica
 from router.index.kv_events import BlocksStored, KvBatch, KvEventFormatError, KvEventReader
 from router.index.prompt_keys import KvTier, PromptKeyCache
-from router.prompt.prompt_source import PromptSource
+from router.prompt.prompt_reader import PromptSource
 from warmroute_common.command_line import counted
 from warmroute_common.connection_errors import connection_problem
 from warmroute_common.tasks import end_all

@@ -26,7 +26,7 @@ from router.doctor.replica_checks import (
 )
 from router.feeds.feeds import KvFeed
 from router.fleet.fleet import Fleet
-from router.prompt.prompt_source import PromptSource
+from router.prompt.prompt_reader import PromptSource
 from warmroute_common.addresses import is_loopback, join_host_port, reachable
 from warmroute_common.agent_protocol import InstanceInfo
 from warmroute_common.command_line import counted

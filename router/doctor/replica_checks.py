@@ -16,7 +16,7 @@ from router.feeds.health_monitor import authorization, model_entries, served_mod
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica
 from router.lmcache.server_client import LmcacheServerClient, LmcacheServerError
-from router.prompt.prompt_source import PromptSource
+from router.prompt.prompt_reader import PromptSource
 from warmroute_common.agent_protocol import InstanceInfo, TierInfo
 from warmroute_common.fleet_secret import HOW_TO_SET, FleetSecret
 from warmroute_common.keys import DEFAULT_SEED
@@ -190,7 +190,7 @@ async def check_agent(
         section.problem("agent", f"its agent does not answer ({error})", _FIX)
         return
     seen.info = info
-    feed.agent_told(info, fleet.apply_info(seen.replica.id, info))
+    feed.note_agent_info(info, fleet.apply_info(seen.replica.id, info))
     section.ok("agent", _described(info))
     _check_identity(seen, info)
     if secret is not None:

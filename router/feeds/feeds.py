@@ -63,7 +63,7 @@ class KvFeed:
         self._agent_replay: str | None = None
         self._restarted = asyncio.Event()
 
-    def agent_told(self, info: InstanceInfo, restarted: bool) -> None:
+    def note_agent_info(self, info: InstanceInfo, restarted: bool) -> None:
         """Take over from an agent where its vLLM publishes: most likely elsewhere if restarted."""
         self._agent_events = self._endpoint(info.kv_events_port)
         self._agent_replay = self._endpoint(info.kv_replay_port)
@@ -144,11 +144,11 @@ class KvFeed:
 
     async def _published_endpoints(self) -> KvEndpoints | None:
         """Ask a vLLM itself, which tells since 0.32."""
-        told = await fetch(
+        body = await fetch(
             self._session, self._replica.config, "/kv_event_sources", timeout_s=_SOURCES_S
         )
         try:
-            sources = msgspec.json.decode(told or b"{}", type=dict[str, _Source])
+            sources = msgspec.json.decode(body or b"{}", type=dict[str, _Source])
         except UNREADABLE:
             return None
         if len(sources) > 1:
@@ -195,16 +195,14 @@ class AgentFeed:
         fleet: Fleet,
         replica: Replica,
         client: AgentClient,
-        told: Callable[[InstanceInfo, bool], None],
+        kv_feed: KvFeed,
         gap_s: Callable[[], float],
     ) -> None:
-        """``told`` hears each ``/info`` that the fleet has taken over, and whether the replica
-        has started anew; ``gap_s`` says that of `poll_gap_s`, as it is now.
-        """
+        """``kv_feed`` learns where vLLM publishes; ``gap_s`` returns `poll_gap_s`."""
         self._fleet = fleet
         self._replica = replica
         self._client = client
-        self._told = told
+        self._kv_feed = kv_feed
         self._gap_s = gap_s
         self.tried = asyncio.Event()
         """Set when the agent was asked once, with or without success."""
@@ -252,7 +250,7 @@ class AgentFeed:
 
     async def _take_info(self) -> None:
         info = await self._client.info()
-        self._told(info, self._fleet.apply_info(self._replica.id, info))
+        self._kv_feed.note_agent_info(info, self._fleet.apply_info(self._replica.id, info))
 
     async def _take_snapshot(self, snapshot: Snapshot) -> None:
         """Replace what is known of the lower tiers: by nothing, then by the snapshot in pieces.
@@ -319,7 +317,7 @@ class Feeds:
         if (url := replica.config.agent_url) is None:
             return None
         client = AgentClient(self._session, url, self._secret)
-        agent = AgentFeed(self._fleet, replica, client, kv_feed.agent_told, self._gap_s)
+        agent = AgentFeed(self._fleet, replica, client, kv_feed, self._gap_s)
         tasks.append(asyncio.create_task(agent.run()))
         return agent
 

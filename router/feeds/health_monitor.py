@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from router.config.settings import ReplicaConfig, RouterConfig
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica
-from router.prompt.prompt_source import PromptSource, ServedModel
+from router.prompt.prompt_reader import PromptSource, ServedModel
 from router.record.records import Cause
 from warmroute_common.config_reader import describe
 from warmroute_common.connection_errors import connection_problem
@@ -42,11 +42,11 @@ async def fetch_models(
     timeout_s: float,
 ) -> list[dict[str, object]] | None:
     """Return the entries of a replica's ``/v1/models``, or None if it does not tell."""
-    told = await fetch(session, config, "/v1/models", headers=headers, timeout_s=timeout_s)
-    if told is None:
+    body = await fetch(session, config, "/v1/models", headers=headers, timeout_s=timeout_s)
+    if body is None:
         return None
     try:
-        return list(model_entries(orjson.loads(told)))
+        return list(model_entries(orjson.loads(body)))
     except ValueError as error:
         log.debug("%s does not tell its models: %s", config.name, describe(error))
         return None
@@ -129,9 +129,9 @@ def kv_capacity(metrics: str) -> int | None:
     Raises ValueError for what is not that format.
     """
     # All of it takes the parser many milliseconds of the event loop.
-    told = "".join(line for line in metrics.splitlines(True) if line.startswith(_CACHE_CONFIG))
+    lines = "".join(line for line in metrics.splitlines(True) if line.startswith(_CACHE_CONFIG))
     tokens = 0
-    for family in text_string_to_metric_families(told):
+    for family in text_string_to_metric_families(lines):
         for sample in family.samples:
             blocks, per_block = (sample.labels.get(n, "") for n in ("num_gpu_blocks", "block_size"))
             if blocks.isdecimal() and per_block.isdecimal():
@@ -326,9 +326,9 @@ class HealthMonitor:
     async def _ask_kv_capacity(self, replica: Replica) -> None:
         config = replica.config
         timeout_s = self._timeouts.health_timeout_s
-        told = await fetch(self._session, config, "/metrics", timeout_s=timeout_s)
+        metrics = await fetch(self._session, config, "/metrics", timeout_s=timeout_s)
         try:
-            tokens = None if told is None else kv_capacity(told.decode(errors="replace"))
+            tokens = None if metrics is None else kv_capacity(metrics.decode(errors="replace"))
         except ValueError as error:
             log.debug("%s does not tell its KV memory: %s", config.name, describe(error))
             return
@@ -337,6 +337,6 @@ class HealthMonitor:
 
     async def _ask_load(self, replica: Replica) -> None:
         timeout_s = self._timeouts.health_timeout_s
-        told = await fetch(self._session, replica.config, "/metrics", timeout_s=timeout_s)
-        running, waiting = load((told or b"").decode(errors="replace"))
+        metrics = await fetch(self._session, replica.config, "/metrics", timeout_s=timeout_s)
+        running, waiting = load((metrics or b"").decode(errors="replace"))
         replica.note_load(running, waiting, time.monotonic())

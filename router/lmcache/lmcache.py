@@ -80,11 +80,11 @@ class Lmcache:
         """Return the registered servers and instances for ``GET /instances``."""
         return self._api.listing() + ([] if self.workers is None else self.workers.listing())
 
-    async def look_up(self, keyring: PromptKeyCache) -> None:
+    async def look_up(self, prompt_keys: PromptKeyCache) -> None:
         """Before a prompt is placed: ask servers about it if their events were missed."""
         if self.workers is not None:
-            self.workers.registry.prompt_placed(keyring)
-        await self._repair.look_up(keyring)
+            self.workers.registry.prompt_placed(prompt_keys)
+        await self._repair.look_up(prompt_keys)
 
     def hung(self, replica_id: str) -> asyncio.Future[None] | None:
         """See `ServerMonitor.hung`."""

@@ -119,19 +119,19 @@ class GapRepair:
         self._asked: OrderedDict[tuple[str, bytes], None] = OrderedDict()
         self._under_way: set[asyncio.Task[None]] = set()
 
-    async def look_up(self, keyring: PromptKeyCache) -> None:
+    async def look_up(self, prompt_keys: PromptKeyCache) -> None:
         """Ask servers about a prompt if their events were missed; raises nothing."""
         since_s = self._clock() - REPAIR_S
         # The usual case first: the rest looks at every replica.
-        if self._coordinator.last_missed_s < since_s or keyring.prompt_tokens < _WORTH_TOKENS:
+        if self._coordinator.last_missed_s < since_s or prompt_keys.prompt_tokens < _WORTH_TOKENS:
             return
         uncertain = self._uncertain(since_s)
-        if keyring.prompt_tokens - self._most_matched(keyring) < _WORTH_TOKENS:
+        if prompt_keys.prompt_tokens - self._most_matched(prompt_keys) < _WORTH_TOKENS:
             return
         tasks = [
             task
             for replica, server in uncertain
-            if (task := self._begin(replica, server, keyring)) is not None
+            if (task := self._begin(replica, server, prompt_keys)) is not None
         ]
         if tasks:
             await asyncio.wait(tasks, timeout=_WAIT_S)
@@ -148,25 +148,25 @@ class GapRepair:
                 found.setdefault(server.instance_id, (replica, server))
         return list(found.values())[:_MAX_SERVERS]
 
-    def _most_matched(self, keyring: PromptKeyCache) -> int:
+    def _most_matched(self, prompt_keys: PromptKeyCache) -> int:
         """Return the longest match of a prompt at any replica, in tokens."""
         most = 0
         for replica in self._fleet.replicas.values():
-            keys, index = self._keys(replica, keyring), self._fleet.index
+            keys, index = self._keys(replica, prompt_keys), self._fleet.index
             per_chunk = keys.blocks_per_chunk
             match = index.match(replica.slot, keys.keys, per_chunk, keys.chunk_keys)
             most = max(most, match.blocks(per_chunk) * keys.block_tokens)
         return most
 
     @staticmethod
-    def _keys(replica: Replica, keyring: PromptKeyCache) -> PromptKeys:
-        return keyring.of(replica.key_shape, replica.adapters)
+    def _keys(replica: Replica, prompt_keys: PromptKeyCache) -> PromptKeys:
+        return prompt_keys.of(replica.key_shape, replica.adapters)
 
     def _begin(
-        self, replica: Replica, server: LiveServer, keyring: PromptKeyCache
+        self, replica: Replica, server: LiveServer, prompt_keys: PromptKeyCache
     ) -> asyncio.Task[None] | None:
         """Start to ask a server; None if it was asked before, or cannot be asked."""
-        keys = self._keys(replica, keyring)
+        keys = self._keys(replica, prompt_keys)
         model = self._coordinator.replica_servers.model_of(replica.id)
         if model is None or not keys.chunk_chain:
             return None

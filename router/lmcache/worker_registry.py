@@ -143,10 +143,10 @@ class WorkerKeyCheck:
         self._foreign: dict[str, int] = {}
         """Chunks stored by replica; -1 once one of them began a routed prompt."""
 
-    def prompt_placed(self, replicas: Iterable[Replica], keyring: PromptKeyCache) -> None:
+    def prompt_placed(self, replicas: Iterable[Replica], prompt_keys: PromptKeyCache) -> None:
         """Remember a prompt that will be sent to one of the replicas."""
         for each in replicas:
-            chunks = keyring.of(each.key_shape, each.adapters).chunk_keys
+            chunks = prompt_keys.of(each.key_shape, each.adapters).chunk_keys
             if chunks:
                 self._prompts[chunks[0]] = None
         while len(self._prompts) > _MAX_PROMPTS:
@@ -218,10 +218,10 @@ class WorkerRegistry:
         """Return the replica that an instance is inside of, if known."""
         return self._replica_of.get(instance_id)
 
-    def prompt_placed(self, keyring: PromptKeyCache) -> None:
+    def prompt_placed(self, prompt_keys: PromptKeyCache) -> None:
         """Remember a prompt for the check of the workers' keys."""
         followed = (self._fleet.replicas[each] for each in self._replica_of.values())
-        self.key_check.prompt_placed(followed, keyring)
+        self.key_check.prompt_placed(followed, prompt_keys)
 
     def register(self, message: RegisterMsg, now_s: float) -> None:
         """Register a worker that has started; what it held before is forgotten.

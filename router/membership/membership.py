@@ -78,6 +78,16 @@ class _Leaving:
     """Whether an operator was draining it before."""
 
 
+class ReplicaFollowers(Protocol):
+    """What keeps something for each replica of the fleet."""
+
+    def joined(self, replica: Replica) -> asyncio.Event:
+        """Begin, after a replica has joined; return an event that its first probe sets."""
+
+    def left(self, replica: Replica) -> None:
+        """End, before a replica is removed."""
+
+
 class Membership:
     """Keeps the fleet in step with its sources, between `start` and `stop`."""
 
@@ -86,18 +96,13 @@ class Membership:
         fleet: Fleet,
         *,
         drain_s: float,
-        joined: Callable[[Replica], asyncio.Event],
-        left: Callable[[Replica], None],
+        followers: ReplicaFollowers,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``joined`` is called after a replica has joined the fleet; it returns an event that is
-        set after the replica's first probe. ``left`` is called before a replica is removed, at most
-        ``drain_s`` after the last source stopped naming it.
-        """
+        """A replica is removed at most ``drain_s`` after the last source stopped naming it."""
         self.fleet = fleet
         self._drain_s = drain_s
-        self._joined = joined
-        self._left = left
+        self._followers = followers
         self._clock = clock
         replicas = {server_key(each.config.url): each for each in fleet.replicas.values()}
         self._replicas: dict[_Key, Replica] = replicas
@@ -181,7 +186,7 @@ class Membership:
         probed = []
         for key in new:
             if (replica := self._add(key, wanted[key])) is not None:
-                probed.append(self._joined(replica))
+                probed.append(self._followers.joined(replica))
                 if key in drained:
                     self.fleet.drain(replica.id)
         self._refused &= wanted.keys()
@@ -247,7 +252,7 @@ class Membership:
     def _remove(self, key: _Key) -> None:
         self._leaving.pop(key, None)
         replica = self._replicas.pop(key)
-        self._left(replica)
+        self._followers.left(replica)
         self.fleet.remove(replica.id)
         log.info(
             "%s has left the fleet, with %s in flight",

@@ -22,7 +22,7 @@ from router.fleet.in_flight import Ticket
 from router.index.prompt_keys import PromptKeyCache
 from router.policy import ParsedRequest, Policy
 from router.prompt.prompt import Prompt
-from router.prompt.prompt_source import PromptSource
+from router.prompt.prompt_reader import PromptSource
 from router.proxy.relay import NO_USAGE, Usage
 from router.record.records import Cause, FailedTry, Outcome, RecordReader, RequestRecord
 from router.scheduling.admission import AdmissionController, Admitted
@@ -49,7 +49,7 @@ class FailureListener(Protocol):
 class KvLocator(Protocol):
     """Finds KV of which the prefix index may not know."""
 
-    async def look_up(self, keyring: PromptKeyCache) -> None:
+    async def look_up(self, prompt_keys: PromptKeyCache) -> None:
         """Add to the index where a prompt's KV is, within a bounded time."""
 
 
@@ -128,7 +128,7 @@ class RequestLifecycle:
         scheduler: RequestScheduler,
         admission: AdmissionController,
         prompts: PromptSource,
-        preparer: Stager,
+        stager: Stager,
         records: RecordReader,
         failures: FailureListener,
         locator: KvLocator,
@@ -141,7 +141,7 @@ class RequestLifecycle:
         self._scheduler = scheduler
         self._admission = admission
         self._prompts = prompts
-        self._stager = preparer
+        self._stager = stager
         self._owners = ResponseOwners()
         self._records = records
         self._failures = failures
@@ -187,24 +187,24 @@ class RequestLifecycle:
         """Render and tokenize the prompt; return its keys, which are computed when asked for."""
         record.model = asked.model
         began_s = time.monotonic()
-        keyring = PromptKeyCache(await self._prompt(asked))
+        prompt_keys = PromptKeyCache(await self._prompt(asked))
         record.read_s = time.monotonic() - began_s
         record.step("read", began_s)
-        await self._locator.look_up(keyring)
-        return keyring
+        await self._locator.look_up(prompt_keys)
+        return prompt_keys
 
     async def decide(self, asked: ParsedRequest) -> tuple[Prompt | None, Decision]:
         """Return where a request would go, without sending it."""
         prompt = await self._prompt(asked)
-        keyring = PromptKeyCache(prompt)
-        await self._locator.look_up(keyring)
-        request = self._to_place(asked, keyring)
+        prompt_keys = PromptKeyCache(prompt)
+        await self._locator.look_up(prompt_keys)
+        request = self._to_place(asked, prompt_keys)
         return prompt, self._scheduler.place(request, time.monotonic())
 
     async def admit(
         self,
         asked: ParsedRequest,
-        keyring: PromptKeyCache,
+        prompt_keys: PromptKeyCache,
         record: RequestRecord,
         *,
         among: Collection[str] | None = None,
@@ -222,7 +222,7 @@ class RequestLifecycle:
         asked_s = time.monotonic()
         failed = tuple(each.replica_id for each in record.failed_tries[forgiven:])
         request = replace(
-            self._to_place(asked, keyring),
+            self._to_place(asked, prompt_keys),
             exclude=failed,
             among=among,
             streamed=asked.streamed and sees_tokens,

@@ -5,10 +5,12 @@ tries replicas until one begins to answer, and `_try` admits, stages and sends o
 """
 
 import asyncio
+import random
 import time
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from math import ceil
 from typing import Final, NoReturn
 
@@ -20,12 +22,11 @@ from router.fleet.in_flight import Ticket
 from router.fleet.replica import Replica
 from router.index.prompt_keys import PromptKeyCache
 from router.policy import ParsedRequest, Plane, endpoint_label, stores
-from router.proxy.first_byte_waits import FirstByteWaits
 from router.proxy.lifecycle import RequestLifecycle
 from router.proxy.relay import UsageReader, relay
-from router.proxy.retries import Retries
 from router.proxy.upstream import (
     AttemptFailedError,
+    FirstByteWaits,
     ReplicaAnswer,
     Upstream,
     Wait,
@@ -34,6 +35,109 @@ from router.proxy.upstream import (
 from router.record.records import Cause, FailedTry, Outcome, RequestRecord, trace_context
 from warmroute_common.api_errors import NoReplicaError, UpstreamFailedError, UpstreamTimeoutError
 from warmroute_common.http_server import read_body, release_body
+
+_SHARE: Final = 0.2
+"""Retries, as a share of the requests that wait for their answer to begin. If more are retries,
+most requests fail, and sending them to yet another replica makes that worse."""
+_AT_LEAST: Final = 10
+"""Retries that may always go: a fifth of a few requests is less than one."""
+_LEAST_S: Final = 0.025
+_MOST_S: Final = 0.25
+
+
+class RetryBudget:
+    """Counts the requests that wait for their answer to begin, and the retries among them."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.retries = 0
+
+    @property
+    def has_capacity(self) -> bool:
+        """Whether one more request may be retried now."""
+        return self.retries < max(_AT_LEAST, _SHARE * self.requests)
+
+    def check(self) -> None:
+        """Raise AssertionError if the counts contradict each other."""
+        assert 0 <= self.retries <= self.requests
+
+    def __repr__(self) -> str:
+        return f"<RetryBudget {self.retries} of {self.requests}>"
+
+
+def pause_s(retry: int, jitter: float) -> float:
+    """Return how long the n-th retry of a request (from 1 on) waits; ``jitter`` is from 0 to 1.
+
+    The first goes at once, to another replica. If that fails too, the cause may be common to all
+    replicas; then a random pause keeps requests that failed together from returning together.
+    """
+    return 0.0 if retry <= 1 else _LEAST_S + (_MOST_S - _LEAST_S) * jitter
+
+
+class Retries:
+    """The retries of one router. Retries beyond the budget wait, first come, first served."""
+
+    def __init__(self, jitter: Callable[[], float] = random.random) -> None:
+        """``jitter`` returns random numbers from 0 to 1."""
+        self.budget = RetryBudget()
+        self._jitter = jitter
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count a request as one that waits for its answer to begin."""
+        self.budget.requests += 1
+        self._admit_next()
+        try:
+            yield
+        finally:
+            self.budget.requests -= 1
+
+    async def enter(self, retry: int, within_s: float) -> bool:
+        """Wait until the n-th retry of a request may go; return False if it may not ``within_s``.
+
+        After True the caller must call `leave`.
+        """
+        if not await self._reserve(within_s):
+            return False
+        try:
+            await asyncio.sleep(pause_s(retry, self._jitter()))
+        except BaseException:
+            self.leave()
+            raise
+        return True
+
+    def leave(self) -> None:
+        """End a retry, so that the next may go."""
+        self.budget.retries -= 1
+        self._admit_next()
+
+    async def _reserve(self, within_s: float) -> bool:
+        if not self._waiting and self.budget.has_capacity:
+            self.budget.retries += 1
+            return True
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            async with asyncio.timeout(within_s):
+                await turn
+        except BaseException as error:
+            # The turn may have come in the same tick of the loop in which the time ran out or the
+            # client left: then only this code can end the retry.
+            if turn.done() and not turn.cancelled():
+                self.leave()
+            if isinstance(error, TimeoutError):
+                return False
+            raise
+        return True
+
+    def _admit_next(self) -> None:
+        while self._waiting and self.budget.has_capacity:
+            turn = self._waiting.popleft()
+            if not turn.done():  # done: it no longer waits
+                self.budget.retries += 1
+                turn.set_result(None)
+
 
 _Begun = tuple[ReplicaAnswer, Ticket]
 """A replica's answer that has begun, and the ticket to release at its end."""
@@ -122,17 +226,17 @@ class Proxy:
         )
         if (grant := request.get(GRANT)) is not None:
             grant.check_model(asked.model)
-        keyring = await self._lifecycle.read(asked, record)
+        prompt_keys = await self._lifecycle.read(asked, record)
         if grant is not None and asked.has_prompt:
-            grant.take_prompt(keyring.prompt_tokens, time.monotonic())
+            grant.take_prompt(prompt_keys.prompt_tokens, time.monotonic())
         with self._retries.counting():
-            return await self._send(request, asked, keyring, record)
+            return await self._send(request, asked, prompt_keys, record)
 
     async def _send(
         self,
         request: web.Request,
         asked: ParsedRequest,
-        keyring: PromptKeyCache,
+        prompt_keys: PromptKeyCache,
         record: RequestRecord,
     ) -> _Begun | web.Response:
         """Try the best replica, then the next best; at the end wait for one that said when."""
@@ -141,9 +245,9 @@ class Proxy:
         while True:
             try:
                 if not self._counted(record):
-                    return await self._try(request, asked, keyring, record)
+                    return await self._try(request, asked, prompt_keys, record)
                 async with self._retrying(asked, record):
-                    return await self._try(request, asked, keyring, record, forgiven=forgiven)
+                    return await self._try(request, asked, prompt_keys, record, forgiven=forgiven)
             except AttemptFailedError as failure:
                 refusal = failure.answer
                 if not self._may_retry(asked, record):
@@ -204,7 +308,7 @@ class Proxy:
         self,
         request: web.Request,
         asked: ParsedRequest,
-        keyring: PromptKeyCache,
+        prompt_keys: PromptKeyCache,
         record: RequestRecord,
         *,
         forgiven: int = 0,
@@ -214,7 +318,7 @@ class Proxy:
         Raises `AttemptFailedError` if another replica may be asked. ``forgiven``: see
         `RequestLifecycle.admit`.
         """
-        admitted = await self._lifecycle.admit(asked, keyring, record, forgiven=forgiven)
+        admitted = await self._lifecycle.admit(asked, prompt_keys, record, forgiven=forgiven)
         # In flight from here on, not from after the prefetch: requests with the same prompt that
         # arrive meanwhile must see it. Await nothing before the ``try``: if the client left
         # then, nobody would release the ticket.

@@ -3,6 +3,11 @@
 aiohttp's exceptions are mapped here, once: to `AttemptFailedError` (nothing of the answer was seen,
 so another replica may be asked) and `AnswerCutError` (the answer had begun). A cancelled
 call closes its connection, which tells the replica that its answer is no longer wanted.
+
+A long prompt may take minutes, so by default nothing limits the wait for the first byte. But a
+replica that does not answer health checks either, or whose LMCache server has ended, will not
+answer: `FirstByteWaits` ends such a wait. A replica that answers its health checks with 503 may
+still finish its requests.
 """
 
 import asyncio
@@ -10,8 +15,10 @@ import io
 import re
 import ssl
 import time
-from collections.abc import AsyncGenerator, Mapping
-from typing import Final
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final, Protocol
 
 import aiohttp
 from aiohttp import web
@@ -20,6 +27,8 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from router.config.settings import TimeoutsConfig
+from router.fleet.fleet import Fleet
+from router.fleet.replica import Replica, ReplicaState
 from router.record.records import Cause
 from warmroute_common.config_reader import describe
 from warmroute_common.connection_errors import connection_problem
@@ -325,3 +334,79 @@ def _without(headers: CIMultiDictProxy[str], dropped: frozenset[str]) -> CIMulti
         for name, value in headers.items()
         if name.lower() not in dropped and name.lower() not in named
     )
+
+
+@dataclass(eq=False, kw_only=True)
+class _Movable:
+    """The wait of a request that may go to another replica instead."""
+
+    wait: Wait
+    replica: Replica
+    model: str | None
+    tried: Collection[str] = field(repr=False)
+
+
+class HangSource(Protocol):
+    """Knows which replicas wait for an LMCache server that has ended."""
+
+    def hung(self, replica_id: str) -> "asyncio.Future[None] | None":
+        """Return a future that is done when the replica hangs; None if it uses no such server."""
+
+
+class FirstByteWaits:
+    """The requests that wait for their first byte and could be sent elsewhere."""
+
+    def __init__(self, fleet: Fleet, hangs: HangSource | None = None) -> None:
+        self._fleet = fleet
+        self._hangs = hangs
+        self._waits: set[_Movable] = set()
+
+    def __len__(self) -> int:
+        return len(self._waits)
+
+    @contextmanager
+    def at(self, replica: Replica, *, model: str | None, tried: Collection[str]) -> Iterator[Wait]:
+        """Make a wait that is given up when the replica will not answer and another is up.
+
+        ``tried`` are the ids of replicas that failed to answer.
+        """
+        wait = Wait()
+        waiting = _Movable(wait=wait, replica=replica, model=model, tried=tried)
+        hung = None if self._hangs is None else self._hangs.hung(replica.id)
+
+        def note_hung(_: object) -> None:
+            wait.give_up(
+                AttemptFailedError(Cause.HUNG, "the LMCache server that it waits for has ended")
+            )
+
+        self._waits.add(waiting)
+        if hung is not None:
+            hung.add_done_callback(note_hung)
+        try:
+            # The replica may have gone down while its KV was staged.
+            self._look_at(waiting)
+            yield wait
+        finally:
+            wait.end()
+            self._waits.discard(waiting)
+            if hung is not None:
+                hung.remove_done_callback(note_hung)
+
+    def look(self) -> None:
+        """Give up useless waits. Call it when a replica was found up, down or silent."""
+        for each in self._waits:
+            self._look_at(each)
+
+    def _look_at(self, waiting: _Movable) -> None:
+        replica = waiting.replica
+        if replica.is_silent and self._has_another(waiting):
+            waiting.wait.give_up(AttemptFailedError(Cause.SILENT, replica.why_down))
+
+    def _has_another(self, waiting: _Movable) -> bool:
+        return any(
+            each.state is ReplicaState.UP
+            and each is not waiting.replica
+            and each.id not in waiting.tried
+            and each.serves(waiting.model)
+            for each in self._fleet.replicas.values()
+        )

@@ -237,9 +237,9 @@ class Metrics(Collector):
                         show(f"ttft_prediction_error_{unit}", value, each.id, quantile)
         for table, count in self._sizes().items():
             show("table_entries", count, table)
-        told = CounterMetricFamily("warmroute_lmcache", _LMCACHE, labels=["what"])
+        lmcache_events = CounterMetricFamily("warmroute_lmcache", _LMCACHE, labels=["what"])
         for what, count in self._lmcache.items():
-            told.add_metric([what], count)
+            lmcache_events.add_metric([what], count)
         refused = CounterMetricFamily("warmroute_access_refused", _REFUSED, labels=["key", "cause"])
         for labels, count in self._refused.items():
             refused.add_metric(labels, count)
@@ -249,7 +249,7 @@ class Metrics(Collector):
         dropped = CounterMetricFamily("warmroute_records_dropped", _DROPPED, labels=["where"])
         for where, count in self._dropped().items():
             dropped.add_metric([where], count)
-        return [*gauges.values(), openings, told, refused, reloads, dropped]
+        return [*gauges.values(), openings, lmcache_events, refused, reloads, dropped]
 
     def _label(self, replica_id: str | None) -> str:
         if replica_id is None:
@@ -263,8 +263,8 @@ class Metrics(Collector):
         """Drop the series of replicas."""
         self._shown -= replicas
         self._children.clear()
-        for told in (_COUNTERS, _HISTOGRAMS):
-            for name in [each for each, (_, labels, *_) in told.items() if "replica" in labels]:
+        for families in (_COUNTERS, _HISTOGRAMS):
+            for name in [each for each, (_, labels, *_) in families.items() if "replica" in labels]:
                 series = self._counters.get(name) or self._histograms[name]
                 for replica in replicas:
                     series.remove_by_labels({"replica": replica})

@@ -1,8 +1,10 @@
 """The request log: one line for each request, as JSON or as text, written by a thread of its own.
 
 So no request waits for a disk. The JSON fields in `FIELDS` keep their names, units and meanings.
+`RecordExports` sends records to the log, and to traces if they are configured.
 """
 
+import asyncio
 import logging
 import queue
 import sys
@@ -11,15 +13,18 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from logging.handlers import WatchedFileHandler
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import orjson
 
-from router.config.settings import RequestLogConfig
+from router.config.settings import RequestLogConfig, RouterConfig, TracingConfig
 from router.index.prompt_keys import KvTier
 from router.record.records import Cause, Outcome, RequestRecord
 from router.staging.stager import StagingResult
 from warmroute_common.config_reader import ConfigError
+
+if TYPE_CHECKING:
+    from router.record.tracing import Traces
 
 _LONGEST: Final = 1000
 """Most characters of a text that a client or a replica wrote."""
@@ -287,3 +292,53 @@ def _level(record: RequestRecord) -> int:
         each.cause is not Cause.ABSENT for each in record.failed_tries
     )
     return logging.WARNING if has_failed else logging.INFO
+
+
+class RecordExports:
+    """Sends records to the request log, and to traces if configured, within ``async with``."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._log = RequestLog(config.request_log)
+        self._tracing = config.tracing
+        self._traces: Traces | None = None
+
+    async def __aenter__(self) -> Self:
+        """Open what records go to.
+
+        Raises `ConfigError` where that cannot be: a file, or traces without the extra for them.
+        """
+        await asyncio.to_thread(self._log.start)
+        try:
+            if self._tracing is not None:
+                self._traces = await asyncio.to_thread(_traces, self._tracing)
+        except BaseException:
+            await asyncio.to_thread(self._log.stop)
+            raise
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        """Send off what waits, and end: within some seconds, whatever the other ends do."""
+        traces = self._traces
+        ends = [self._log.stop, *([] if traces is None else [traces.stop])]
+        await asyncio.gather(*map(asyncio.to_thread, ends))
+
+    def observe(self, record: RequestRecord) -> None:
+        """Log and trace a request that has ended; does not wait."""
+        self._log.write(record)
+        if self._traces is not None:
+            self._traces.take(record)
+
+    def dropped(self) -> dict[str, int]:
+        """Return how many records were lost, by destination."""
+        return {"request_log": self._log.dropped}
+
+
+def _traces(config: TracingConfig) -> "Traces":
+    # An extra of its own, which only traces need.
+    try:
+        from router.record.tracing import Traces  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        found = f"OpenTelemetry is not installed ({error.name} is missing)"
+        fix = "install the extra: pip install '.[otel]' in a clone of the repository"
+        raise ConfigError("tracing", "", found, fix) from None
+    return Traces(config)

@@ -1,24 +1,310 @@
-"""Where a request should go: filter, score, pick.
+"""Where a request should go: filter, match, score, pick.
 
-`RequestScheduler.place` finds the replicas that may answer (`ReplicaFilter`), predicts the cost
-of each (`Scorer`), and picks one (`pick`). It changes nothing except what is due in the fleet.
+`RequestScheduler.place` finds the replicas that may answer (`ReplicaFilter`), how much of the
+prompt each of them holds (`PrefixMatches`), predicts the cost of each (`Scorer`), and picks one
+(`pick`). It changes nothing except what is due in the fleet. In a fleet of more than
+`CostWeights.max_candidates` replicas only the most promising are scored.
 """
 
-from collections.abc import Callable, Collection
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
+from itertools import chain, islice
+from typing import Final
 
 import xxhash
 
+from router.config.cost_weights import CostWeights
 from router.config.settings import PolicyName
-from router.fleet.cost_model import Work
+from router.fleet.cost_model import CostPart, Work
 from router.fleet.decision import Candidate, Decision, KvCopy, Reason
 from router.fleet.fleet import Fleet
-from router.fleet.replica import Replica
-from router.index.prompt_keys import KvTier, PromptKeyCache
-from router.scheduling.picker import PickContext, pick, rendezvous_score, salt_of
-from router.scheduling.prefix_matches import PrefixMatches
-from router.scheduling.replica_filter import ReplicaFilter
-from router.scheduling.scorer import ReservedWork, Scorer
+from router.fleet.replica import Replica, ReplicaState
+from router.fleet.replica_queue import ReplicaQueue
+from router.index.prefix_index import Depth, PrefixIndex, slots
+from router.index.prompt_keys import KeyShape, KvTier, PromptKeyCache, PromptKeys
+from router.scheduling.scorer import (
+    PickContext,
+    ReservedWork,
+    Scorer,
+    pick,
+    rendezvous_score,
+    salt_of,
+)
+from warmroute_common.api_errors import NoReplicaError, UnknownModelError
+
+_MAX_VIEWS: Final = 64
+"""Models with a kept view: clients choose the names if replicas do not report theirs."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyGroup:
+    """Replicas that make equal keys of one prompt."""
+
+    shape: KeyShape | None
+    adapters: Mapping[str, str]
+    replicas: int
+    """The bits of their slots."""
+
+
+@dataclass(frozen=True, slots=True)
+class EligibleReplicas:
+    """The replicas that may get a request, in the order of the configuration."""
+
+    replicas: Sequence[Replica]
+    by_slot: Mapping[int, Replica]
+    sources: Mapping[int, Replica]
+    """By slot, the replicas that may give their KV: these and the draining ones."""
+    groups: Sequence[KeyGroup]
+    """The groups of the peer sources."""
+    group_at: Mapping[int, int]
+    """By a source's slot, the index of its group."""
+    queues: Sequence[ReplicaQueue]
+    """The queues of the ``replicas``, in the same order."""
+    ring: Sequence[tuple[int, int]]
+    """The hash of each one's id and its position in the order, sorted."""
+
+    def __len__(self) -> int:
+        return len(self.replicas)
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(self.replicas)
+
+    @classmethod
+    def of(cls, replicas: Sequence[Replica], draining: Sequence[Replica]) -> "EligibleReplicas":
+        """Return a view of these replicas as they are now."""
+        sources = [*replicas, *draining]
+        groups = _key_groups(sources)
+        return cls(
+            replicas=replicas,
+            by_slot={each.slot: each for each in replicas},
+            sources={each.slot: each for each in sources},
+            groups=groups,
+            group_at={
+                slot: at for at, group in enumerate(groups) for slot in slots(group.replicas)
+            },
+            queues=[each.queue for each in replicas],
+            ring=sorted((salt_of(each.id), at) for at, each in enumerate(replicas)),
+        )
+
+
+class ReplicaFilter:
+    """Finds the replicas that may answer, and keeps them per model until the fleet changes."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._views: dict[str | None, EligibleReplicas] = {}
+        self._version = fleet.replicas.version
+        """`Replicas.version` that the views belong to."""
+
+    def eligible(
+        self,
+        model: str | None,
+        exclude: Collection[str],
+        bound_to: str | None,
+        among: Collection[str] | None,
+    ) -> EligibleReplicas:
+        """Return the replicas that may answer.
+
+        Raises `UnknownModelError` or `NoReplicaError` if there is none.
+        """
+        if exclude or bound_to is not None or among is not None:
+            return self._find(model, exclude, bound_to, among)
+        if self._version != self._fleet.replicas.version:
+            self._version = self._fleet.replicas.version
+            self._views.clear()
+        view = self._views.get(model)
+        if view is None:
+            view = self._find(model, (), None, None)
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
+            self._views[model] = view
+        return view
+
+    def _find(
+        self,
+        model: str | None,
+        exclude: Collection[str],
+        bound_to: str | None,
+        among: Collection[str] | None,
+    ) -> EligibleReplicas:
+        replicas = self._fleet.replicas
+        if not replicas:
+            raise NoReplicaError(
+                "no replicas are registered; check 'replicas' and 'discovery' in the router's "
+                "configuration"
+            )
+        serving = [each for each in replicas.values() if each.serves(model)]
+        if not serving:
+            raise UnknownModelError(model, self._fleet.models())
+        # By replica, not by id: a replica may have been renamed since it was tried.
+        tried = [replicas.find(each) for each in exclude]
+        left = [each for each in serving if each not in tried]
+        if bound_to is not None:
+            bound = replicas.find(bound_to)
+            left = [each for each in left if each is bound]
+        if among is not None:
+            named = [replicas.find(each) for each in among]
+            left = [each for each in left if each in named]
+        for state in (ReplicaState.UP, ReplicaState.UNKNOWN):
+            if in_state := [each for each in left if each.state is state]:
+                eligible = [each for each in in_state if not each.is_held_off] or in_state
+                draining = [each for each in left if each.is_leaving]
+                return EligibleReplicas.of(eligible, draining)
+        raise NoReplicaError(_why_none(serving, tried, bound_to))
+
+
+def _key_groups(replicas: Sequence[Replica]) -> list[KeyGroup]:
+    groups: dict[tuple[KeyShape | None, tuple[tuple[str, str], ...]], KeyGroup] = {}
+    for each in replicas:
+        name = (each.key_shape, tuple(sorted(each.adapters.items())))
+        bits = groups[name].replicas if name in groups else 0
+        groups[name] = KeyGroup(each.key_shape, each.adapters, bits | 1 << each.slot)
+    return list(groups.values())
+
+
+def _why_none(
+    serving: Sequence[Replica], tried: Sequence[Replica | None], bound_to: str | None
+) -> str:
+    states = ", ".join(
+        f"{each.id} {'was tried' if each in tried else each.state}" for each in serving
+    )
+    if bound_to is not None:
+        return f"the previous response is kept by '{bound_to}', which is not up ({states})"
+    return f"no replica can take the request ({states})"
+
+
+_MAX_HOLDERS: Final = 64
+"""Replicas with long matches of which the best are scored; the longest matches come first."""
+
+_NO_MATCH: Final = Depth(0, 0, 0)
+
+
+class PrefixMatches:
+    """The eligible replicas and peer sources, with how deep each of them matches the prompt."""
+
+    def __init__(
+        self,
+        eligible: EligibleReplicas,
+        keys: PromptKeyCache,
+        index: PrefixIndex,
+        weights: CostWeights,
+    ) -> None:
+        self.eligible = eligible
+        self._weights = weights
+        self._prompt_tokens = keys.prompt_tokens
+        self._index = index
+        self._keys = [keys.of(group.shape, group.adapters) for group in eligible.groups]
+        self._depths: list[Sequence[Depth]] = []
+        """For each group the replicas that match, deepest first."""
+        self._by_slot: dict[int, Depth] = {}
+        # Depths that many replicas share: one entry per replica would take too long.
+        self._shared: list[Depth] = []
+        for group, each in zip(eligible.groups, self._keys, strict=True):
+            depths = index.depths(each.keys, each.blocks_per_chunk, group.replicas, each.chunk_keys)
+            self._depths.append(depths)
+            for depth in depths:
+                if depth.replicas.bit_count() > weights.max_candidates:
+                    self._shared.append(depth)
+                else:
+                    self._by_slot.update(dict.fromkeys(slots(depth.replicas), depth))
+
+    def keys(self, replica: Replica) -> PromptKeys:
+        """Return the prompt's keys at one replica."""
+        return self._keys[self.eligible.group_at[replica.slot]]
+
+    def depth(self, replica: Replica) -> Depth:
+        """Return how deep one replica matches."""
+        slot = replica.slot
+        if (depth := self._by_slot.get(slot)) is not None:
+            return depth
+        return next((each for each in self._shared if each.replicas >> slot & 1), _NO_MATCH)
+
+    def matched_tokens(self, replica: Replica) -> int:
+        """Return how many tokens of the prompt one replica holds, in any tier."""
+        matched_tokens = self.depth(replica).blocks * self.keys(replica).block_tokens
+        return min(matched_tokens, self._prompt_tokens)
+
+    def sources(self, now_s: float) -> list[tuple[Replica, int]]:
+        """Return the replicas that hold most of the prompt and can give it, with their blocks."""
+        sources: list[tuple[Replica, int]] = []
+        for keys, depths in zip(self._keys, self._depths, strict=True):
+            holders = (
+                (self.eligible.sources[slot], depth.blocks)
+                for depth in depths
+                for slot in slots(depth.replicas)
+            )
+            able = (
+                (replica, held)
+                for replica, held in holders
+                if replica.can_give(now_s) and not self._computes(replica, keys, held)
+            )
+            sources += islice(able, self._weights.max_sources)
+        return sources
+
+    def _computes(self, replica: Replica, keys: PromptKeys, held: int) -> bool:
+        """Whether a replica still computes the end of the blocks that it is assumed to hold.
+
+        A copy of the part that is stored already would be late: of 100 equal prompts, requests that
+        waited for one got their first tokens 0.2 s after requests that waited for the whole.
+        """
+        chunks = held // keys.blocks_per_chunk
+        return chunks > 0 and self._index.computes(replica.slot, keys.chunk_keys[chunks - 1])
+
+    # --- the shortlist of a large fleet
+
+    def shortlist(self, affinity: int, also: Replica | None, now_s: float) -> Sequence[Replica]:
+        """Return the replicas worth scoring, with ``also``.
+
+        Half are the cheapest holders for this prompt, and half the replicas that are free soonest.
+        Idle ones are taken in the order of their hashes, from the affinity on: so equal prompts
+        meet among the scored replicas too.
+        """
+        eligible, half = self.eligible, self._weights.max_candidates // 2
+        free_at_s = [queue.free_at_s(now_s) for queue in eligible.queues]
+        holders = self._holders(now_s)
+        if len(holders) > half:
+            holders = nsmallest(half, holders, key=lambda each: self._least_s(each, now_s))
+        soonest = self._idle(free_at_s, affinity, now_s)
+        if len(soonest) < half:
+            order = nsmallest(half, range(len(eligible)), key=free_at_s.__getitem__)
+            soonest += [eligible.replicas[at] for at in order]
+        chosen = [*holders, *soonest[:half], *([] if also is None else [also])]
+        return list({each.slot: each for each in chosen}.values())
+
+    def _holders(self, now_s: float) -> list[Replica]:
+        """Return at most `_MAX_HOLDERS` that match; of many with one depth the one free soonest.
+
+        If more than half of the replicas have one depth, the idle replicas of the shortlist already
+        contain some of them.
+        """
+        able = self.eligible.by_slot
+        few = list(islice(filter(able.__contains__, self._by_slot), _MAX_HOLDERS))
+        shared = [
+            list(filter(able.__contains__, slots(depth.replicas)))
+            for depth in self._shared
+            if 2 * depth.replicas.bit_count() <= len(self.eligible)
+        ]
+        few += [
+            min(each, key=lambda slot: able[slot].queue.free_at_s(now_s)) for each in shared if each
+        ]
+        return [able[slot] for slot in few]
+
+    def _least_s(self, replica: Replica, now_s: float) -> float:
+        """Return a lower bound of the prompt's cost, if nothing is copied."""
+        missing = self._prompt_tokens - self.matched_tokens(replica)
+        return replica.queue.wait_s(now_s) + replica.rates.seconds(CostPart.PREFILL) * missing
+
+    def _idle(self, free_at_s: Sequence[float], affinity: int, now_s: float) -> list[Replica]:
+        """Return some idle replicas, in the order of their hashes from the affinity on."""
+        ring = self.eligible.ring
+        start = bisect_left(ring, (affinity, 0))
+        around = chain(islice(ring, start, None), islice(ring, start))
+        idle = (at for _, at in around if free_at_s[at] <= now_s)
+        return [
+            self.eligible.replicas[at] for at in islice(idle, self._weights.max_candidates // 2)
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

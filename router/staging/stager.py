@@ -153,11 +153,11 @@ class AgentJobs(Generic[_Outcome]):
         first_key: bytes,
         gain_s: float,
         not_yet: _Outcome,
-        errand: Callable[[float], Coroutine[Any, Any, _Outcome]],
+        job: Callable[[float], Coroutine[Any, Any, _Outcome]],
     ) -> _Outcome:
-        """Return how an errand ended, or ``not_yet`` after its gain or the cap.
+        """Return how a job ended, or ``not_yet`` after its gain or the cap.
 
-        ``errand`` gets the seconds that it is waited for. Then the job continues, followed.
+        ``job`` gets the seconds that it is waited for. Then the job continues, followed.
         """
         if len(self._under_way) >= self.most:
             return replace(not_yet, error=f"{self.most} {self.name} are under way already")
@@ -165,7 +165,7 @@ class AgentJobs(Generic[_Outcome]):
             return replace(not_yet, error="not tried for a while, since it fails there")
         wait_s = min(gain_s, self._config.wait_cap_s)
         until_s = self._clock() + wait_s
-        task = asyncio.create_task(errand(wait_s))
+        task = asyncio.create_task(job(wait_s))
         self._under_way[task] = _UnderWay(replica_id, first_key, until_s)
         task.add_done_callback(self._under_way.pop)
         # Not wait_for: it would cancel the task, which has yet to see whether the agent

@@ -44,9 +44,11 @@ async def replicas() -> AsyncIterator[Replicas]:
 
 async def knows(door: Running, body: dict[str, Any], tokens: int) -> None:
     """Wait until a router or picker knows of this many tokens of a prompt on a GPU."""
-    asked = door.parts.judge.policy.parse(Plane.PROXY, "POST", COMPLETIONS, {}, orjson.dumps(body))
+    asked = door.parts.lifecycle.policy.parse(
+        Plane.PROXY, "POST", COMPLETIONS, {}, orjson.dumps(body)
+    )
     while True:
-        _, decision = await door.parts.judge.decide(asked)
+        _, decision = await door.parts.lifecycle.decide(asked)
         if max(each.matched_tokens.get(KvTier.GPU, 0) for each in decision.candidates) >= tokens:
             return
         await asyncio.sleep(0.02)

@@ -2,6 +2,8 @@
 
 from typing import Any, Final
 
+from hypothesis import strategies as st
+
 _TOOL: Final[dict[str, Any]] = {
     "type": "function",
     "function": {
@@ -113,3 +115,14 @@ BY_PATH: Final[dict[str, list[Any]]] = {
     "/v1/files": OTHERS,
     "/explain": [*CHAT, *COMPLETIONS, *RESPONSES, *MESSAGES, *EMBEDDINGS],
 }
+
+
+@st.composite
+def nearly_bytes(draw: st.DrawFn, valid: bytes) -> bytes:
+    """Return bytes with some of them changed, left out or added."""
+    found = bytearray(valid)
+    for _ in range(draw(st.integers(0, 4))):
+        at = draw(st.integers(0, max(0, len(found) - 1)))
+        odd = draw(st.one_of(st.binary(max_size=3), st.sampled_from([b"\x91" * 3000, b"\xcf"])))
+        found[at : at + draw(st.integers(0, 3))] = odd
+    return bytes(found)

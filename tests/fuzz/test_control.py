@@ -12,7 +12,7 @@ from tests.fuzz.bodies import CHAT
 from tests.fuzz.exchange import Got, Port, request
 from tests.fuzz.json_text import HUGE, TEXT, nearly
 from tests.fuzz.servers import Fleet
-from tests.fuzz.test_router import METHODS, SEGMENTS, STREAMS
+from tests.fuzz.streams import METHODS, SEGMENTS, STREAMS
 
 JSON: Final = (b"Content-Type", b"application/json")
 FEWER: Final = settings(max_examples=settings().max_examples // 4)

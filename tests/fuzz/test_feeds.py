@@ -16,8 +16,9 @@ from router.agent_client import AgentClient, AgentError
 from router.config.settings import ReplicaConfig, RouterConfig
 from router.fleet.fleet import Fleet
 from router.index.kv_events import KvEventFormatError, KvEventReader
+from tests.fuzz.bodies import nearly_bytes
 from tests.fuzz.json_text import ODD, TEXT, Pairs, nearly
-from tests.fuzz.test_replicas import ANSWERS, WELL, Odd, answer
+from tests.fuzz.odd_replica import ANSWERS, WELL, Odd, answer
 from warmroute_common.agent_protocol import EventBatch, KeyEvent, Snapshot
 
 INFO: Final = {
@@ -50,17 +51,6 @@ BATCH: Final = msgspec.msgpack.encode(
         events=[KeyEvent("cpu", True, KEYS), KeyEvent("remote", False, KEYS[:8])],
     )
 )
-
-
-@st.composite
-def nearly_bytes(draw: st.DrawFn, valid: bytes) -> bytes:
-    """Return bytes with some of them changed, left out or added."""
-    found = bytearray(valid)
-    for _ in range(draw(st.integers(0, 4))):
-        at = draw(st.integers(0, max(0, len(found) - 1)))
-        odd = draw(st.one_of(st.binary(max_size=3), st.sampled_from([b"\x91" * 3000, b"\xcf"])))
-        found[at : at + draw(st.integers(0, 3))] = odd
-    return bytes(found)
 
 
 def fleet() -> tuple[Fleet, str]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.fuzz.bodies import BY_PATH
 from tests.fuzz.json_text import nearly
 from tests.fuzz.servers import Fleet, fleet
-from tests.fuzz.test_router import HEADER_NAMES, HEADER_VALUES, STREAMS
+from tests.fuzz.streams import HEADER_NAMES, HEADER_VALUES, STREAMS
 from tests.servers import missing
 
 METHOD: Final = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"

@@ -21,9 +21,9 @@ from router.lmcache.worker_protocol import (
     KVOpEvent,
     RegisterMsg,
 )
+from tests.fuzz.bodies import nearly_bytes
 from tests.fuzz.servers import Fleet
-from tests.fuzz.test_feeds import nearly_bytes
-from tests.fuzz.test_router import STREAMS
+from tests.fuzz.streams import STREAMS
 
 NAMES: Final = {"pull": zmq.PUSH, "reply": zmq.DEALER, "heartbeat": zmq.DEALER}
 ANSWERS_MS: Final = 10_000

@@ -11,10 +11,9 @@ import pytest
 from aiohttp import web
 from blockbuster import blockbuster_ctx
 
-from router.app import PARTS, create_app
+from router.app import PARTS, Parts, create_app
 from router.config.settings import ReplicaConfig, RouterConfig, TimeoutsConfig
 from router.membership.reload import ConfigFile
-from router.parts import Parts
 from router.record.records import RequestRecord
 from tests.cacheengine.conftest import make_bench  # noqa: F401  (a fixture)
 from tests.router.scripted import Scripted, scripted

@@ -11,7 +11,7 @@ from router.app import ticking
 from router.config.settings import RouterConfig
 from router.fleet.fleet import Fleet
 from router.policy import Plane, Policy
-from router.prompt.prompt_source import local_model
+from router.prompt.prompt_reader import local_model
 from router.proxy.lifecycle import ResponseOwners
 
 

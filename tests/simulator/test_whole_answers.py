@@ -14,7 +14,7 @@ import pytest
 
 from bench.replica.tiers import call, wait_until
 from simulator.openai_prompts import text_of
-from tests.simulator.test_simulated_fleet import Fleet, prompt, routing, simulating
+from tests.simulator.fleet_process import Fleet, prompt, routing, simulating
 
 SIZES = ["--gpu-tokens", "65536", "--cpu-tokens", "32768", "--disk-tokens", "0", "--speed", "2"]
 LONG_TOKENS = 16_000

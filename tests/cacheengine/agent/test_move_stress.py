@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cacheengine.residency.decisions import Presence
-from tests.cacheengine.agent.test_moves import Replica
+from tests.cacheengine.agent.moving_replica import Replica
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.helpers import Bench, config, key, payload, wait_until
 

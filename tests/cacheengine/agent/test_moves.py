@@ -20,23 +20,14 @@ from cacheengine.tiers.tier import PutOutcome
 from cacheengine.transfer import fetch as fetching
 from cacheengine.transfer import protocol
 from cacheengine.transfer.protocol import Channel, ChunkDigests
+from tests.cacheengine.agent.moving_replica import PREFIX, TOKENS, Replica
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.helpers import CHUNK_BYTES, Bench, config, keys
 from tests.cacheengine.scripted_tier import ScriptedTier
-from tests.cacheengine.whole_replica import WholeReplica, identity
+from tests.cacheengine.whole_replica import identity
 from warmroute_common import agent_protocol as wire
-from warmroute_common.keys import HashScheme, chunk_keys
 
-TOKENS = list(range(256 * 20 + 100))
-PREFIX = chunk_keys(HashScheme("sha256", "seed").chain(TOKENS, 16), 16)
 NUM_TOKENS = 256 * 20
-
-
-class Replica(WholeReplica):
-    """One that says how much of the prefix it holds."""
-
-    def holds(self, tier: str = "cpu") -> int:
-        return self.bench.engine.held_in(PREFIX, tier)
 
 
 class Fleet:

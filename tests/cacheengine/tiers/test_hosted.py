@@ -297,11 +297,12 @@ def test_close_does_not_wait_for_a_process_that_hangs(open_store: Open) -> None:
 def test_the_process_does_not_outlive_a_replica_that_was_killed(connects: bool) -> None:
     code = (
         "import time\n"
-        "from tests.cacheengine.tiers.test_hosted import HostedStore, _pid, fake_library\n"
+        "from cacheengine.tiers.hosted_store import HostedStore\n"
+        "from tests.cacheengine.tiers.fake_library import fake_library\n"
         f"library = fake_library(never_connects={not connects})\n"
         "store = HostedStore(library, memory_bytes=65536, memory_setting='', timeout_s=9)\n"
         f"{connects} and store.exists(['a'])\n"
-        "print(_pid(store), flush=True)\n"
+        "print(store._process.pid, flush=True)\n"
         "time.sleep(60)\n"
     )
     with subprocess.Popen(

@@ -11,7 +11,7 @@ import pytest
 from router.config.settings import ReplicaConfig, RouterConfig, TimeoutsConfig, TokenizerConfig
 from router.feeds.health_monitor import HealthMonitor
 from router.fleet.fleet import Fleet
-from router.prompt.prompt_source import PromptSource, ServedModel
+from router.prompt.prompt_reader import PromptSource, ServedModel
 from router.proxy.upstream import client_session
 from router.record.records import Cause
 from tests.router.conftest import Wait

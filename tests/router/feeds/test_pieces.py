@@ -15,8 +15,8 @@ from router.index.kv_events import KvBatch, KvEventReader
 from router.index.prefix_index import PrefixIndex
 from router.index.prompt_keys import KvTier
 from tests.router.agent_server import AgentServer, serving, until
+from tests.router.feeds.helpers import feeding
 from tests.router.feeds.kv_publisher import publisher, stored
-from tests.router.feeds.test_replica_feed import feeding
 
 LARGEST_PIECE_KEYS = 5_000
 KEYS = list(range(23_000))

@@ -3,8 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import aiohttp
 import pytest
@@ -16,6 +15,7 @@ from router.feeds.feeds import Feeds, poll_gap_s
 from router.fleet.fleet import Fleet
 from router.index.prompt_keys import KvTier, keys64
 from tests.router.agent_server import AgentServer, serving, until
+from tests.router.feeds.helpers import feeding
 from tests.router.feeds.kv_publisher import KvPublisher, publisher, removed, stored
 from tests.router.fleet.helpers import place
 from tests.router.prompt.prompts_given import tokens
@@ -32,20 +32,6 @@ def context() -> Iterator[zmq.asyncio.Context]:
     made = zmq.asyncio.Context()
     yield made
     made.destroy(linger=0)
-
-
-@contextlib.asynccontextmanager
-async def feeding(**replica: Any) -> AsyncIterator[Fleet]:
-    """Feed a fleet of one replica for the block."""
-    config = ReplicaConfig(**({"url": "http://127.0.0.1:1"} | replica))
-    fleet = Fleet(RouterConfig(replicas=(config,)))
-    async with aiohttp.ClientSession() as session:
-        feeds = Feeds(fleet, session)
-        await feeds.start()
-        try:
-            yield fleet
-        finally:
-            await feeds.stop()
 
 
 def matched(fleet: Fleet) -> dict[str, int]:

@@ -94,7 +94,7 @@ class Gateway:
 
         running = await run_router(self.stack, replace(config, port=0))
         assert config.picker is not None
-        picker = PickerServer(running.parts.judge, config.picker)
+        picker = PickerServer(running.parts.lifecycle, config.picker)
         await picker.start()
         self.stack.push_async_callback(picker.stop, config.timeouts.drain_s)
         known = vars(running) | {"url": f"http://127.0.0.1:{config.port}"}

@@ -20,7 +20,7 @@ from router.record.records import Cause, Outcome
 from tests.router.conftest import Running, Wait
 from tests.router.gateway.conftest import CHAT, RARELY, Change, Gateway, Settings, chat
 from tests.router.scripted import CHAT_ANSWER, chat_events, json_answer, scripted, stream
-from tests.router.staging.test_prefetch_path import ASK, running_agent
+from tests.router.staging.scripted_agent import ASK, running_agent
 from tests.servers import make_certificates
 
 

@@ -92,7 +92,7 @@ async def test_one_that_leaves_is_not_ready_and_still_picks(
 ) -> None:
     gateway.one.will(json_answer({"ok": True}))
     picking, _ = await gateway.both()
-    settings = picking.parts.judge.config.picker
+    settings = picking.parts.lifecycle.config.picker
     assert settings is not None
     await picking.picker.leave()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{settings.port}") as channel:

@@ -19,7 +19,7 @@ from router.index.kv_events import (
     find_shape,
 )
 from router.prompt.prompt_reader import PromptReader
-from tests.router.prompt.test_media import image
+from tests.router.prompt.helpers import image
 from warmroute_common.keys import ALGORITHMS, HashScheme, key64, prompt_extra_keys
 
 pytestmark = [

@@ -7,11 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from router.index.holders import slots
 from router.index.prefix_index import PrefixIndex, SpeculativeEntry
-from router.index.prompt_keys import LOWER_TIERS, KvTier, Match
+from router.index.prompt_keys import LOWER_TIERS, KvTier
+from tests.router.index.helpers import CHAIN, check_depths
 
-CHAIN = list(range(100, 124))
 KEYS = st.lists(st.sampled_from(CHAIN), max_size=8)
 REPLICAS = st.integers(0, 2)
 TIERS = st.sampled_from(list(KvTier))
@@ -34,23 +33,6 @@ def naive_match(
             break
         tiers.append(found[0])
     return blocks, tiers
-
-
-def check_depths(index: PrefixIndex, keys: Sequence[int], step: int, among: int) -> None:
-    """See that for each replica the depth is what its own match says, deepest first."""
-    depths = index.depths(keys, step, among)
-    assert [each.blocks for each in depths] == sorted(
-        (each.blocks for each in depths), reverse=True
-    )
-    found = [
-        (slot, each.gpu_blocks, each.blocks) for each in depths for slot in slots(each.replicas)
-    ]
-    matches = {slot: index.match(slot, keys, step) for slot in slots(among)}
-    assert sorted(found) == [
-        (slot, match.gpu_blocks, sum(match.tokens(1, step).values()))
-        for slot, match in matches.items()
-        if match != Match()
-    ]
 
 
 class IndexMachine(RuleBasedStateMachine):

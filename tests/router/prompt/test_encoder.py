@@ -1,6 +1,5 @@
 """Tokens put together from remembered pieces are those of the whole text."""
 
-import random
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -11,11 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from router.prompt.token_cache import Encoder, Memo
+from tests.router.prompt.helpers import LONG
 from tests.router.prompt.tokenizer_makers import KINDS, SPECIALS, TEXT, texts
-
-WORDS = sorted({word for line in TEXT for word in line.split()})
-# No two stretches of it are alike.
-LONG = " ".join(random.Random(7).choices(WORDS, k=2000))
 
 # Kinds of which it is known beforehand that plain text in them cannot be cut.
 UNCUT = {"legacy-llama", "single-words", "spaced-special"}

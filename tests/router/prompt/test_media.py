@@ -10,7 +10,7 @@ from router.prompt import media
 from router.prompt.prompt import Prompt
 from router.prompt.prompt_reader import PromptReader
 from tests.router.prompt.chat_shapes import TEMPLATES
-from tests.router.prompt.test_encoder import LONG
+from tests.router.prompt.helpers import LONG, VISION, data_url, image
 from tests.router.prompt.tokenizer_makers import llama3, write_model
 from warmroute_common.keys import HashScheme
 
@@ -19,14 +19,6 @@ MESSAGES = "/v1/messages"
 RESPONSES = "/v1/responses"
 SCHEME = HashScheme("xxhash")
 
-VISION = """\
-{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>
-{%- if m.content is string %}{{ m.content }}{% else %}
-{%- for part in m.content %}
-{%- if part.type == 'image' %}<|vision|><|pad|>{% else %}{{ part.text }}{% endif %}
-{%- endfor %}{% endif %}</s>{% endfor %}
-{%- if add_generation_prompt %}<|assistant|>{% endif %}
-"""
 # Pictures before the texts of their message, wherever they stand there.
 PICTURES_FIRST = """\
 {{ bos_token }}{% for m in messages %}<|{{ m.role }}|>
@@ -34,14 +26,6 @@ PICTURES_FIRST = """\
 {%- for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}
 {%- endfor %}
 """
-
-
-def data_url(content: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(content).decode()
-
-
-def image(content: bytes = b"one", **more: Any) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": data_url(content)}, **more}
 
 
 def text(written: str) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from tokenizers import AddedToken
 
 from router.prompt.prompt_reader import PromptReader
 from tests.router.prompt.chat_shapes import TEMPLATES
+from tests.router.prompt.helpers import LONG
 from tests.router.prompt.oracle import Oracle
-from tests.router.prompt.test_encoder import LONG
 from tests.router.prompt.tokenizer_makers import llama3, write_model
 
 pytestmark = [

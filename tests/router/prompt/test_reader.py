@@ -22,7 +22,7 @@ from router.prompt.prompt_reader import PromptReader
 from router.prompt.token_cache import Memo, Piece
 from router.proxy.upstream import client_session
 from tests.router.prompt.chat_shapes import CALL, TEMPLATES, USER, WEATHER
-from tests.router.prompt.test_encoder import LONG
+from tests.router.prompt.helpers import LONG
 from tests.router.prompt.tokenizer_makers import gpt2, llama3, write_model
 from warmroute_common.api_errors import BadRequestError
 from warmroute_common.config_reader import ConfigError

@@ -15,8 +15,7 @@ from aiohttp.test_utils import TestServer
 
 from router.config.settings import TokenizerConfig
 from router.prompt.prompt import Prompt
-from router.prompt.prompt_reader import PromptReader
-from router.prompt.prompt_source import PromptSource, ServedModel
+from router.prompt.prompt_reader import PromptReader, PromptSource, ServedModel
 from router.proxy.upstream import client_session
 from tests.router.prompt.chat_shapes import TEMPLATES, USER
 from tests.router.prompt.tokenizer_makers import llama3, write_model

@@ -12,7 +12,7 @@ from aiohttp import web
 from router.config.settings import ReplicaConfig, TimeoutsConfig
 from router.record.records import Cause, Outcome
 from tests.router.conftest import Fleet, Running
-from tests.router.proxy.test_proxy import ASK, openai_client
+from tests.router.proxy.helpers import ASK, openai_client
 from tests.router.scripted import (
     CHAT_ANSWER,
     Act,

@@ -5,26 +5,19 @@ from typing import Any
 
 import aiohttp
 import anthropic
-import openai
 import pytest
 from aiohttp import web
 
 from router.config.settings import ReplicaConfig
 from router.record.records import Outcome
-from tests.router.conftest import Fleet, Running, Wait
+from tests.router.conftest import Fleet, Wait
+from tests.router.proxy.helpers import ASK, openai_client
 from tests.router.scripted import (
     CHAT_ANSWER,
     chat_events,
     json_answer,
     stream,
 )
-
-ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
-
-
-def openai_client(router: Running) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{router.url}/v1", api_key="mine", max_retries=0)
-
 
 # --- what passes
 

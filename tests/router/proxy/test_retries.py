@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from router.config.settings import ReplicaConfig
-from router.proxy.retries import Retries, RetryBudget, pause_s
+from router.proxy.proxy import Retries, RetryBudget, pause_s
 from tests.router.conftest import Fleet, Wait
 from tests.router.scripted import CHAT_ANSWER, cut_before_headers, json_answer, scripted
 

@@ -15,8 +15,7 @@ from router.index.prompt_keys import KeyShape, KvTier
 from router.prompt.prompt import Prompt
 from router.prompt.prompt_reader import PromptReader
 from tests.router.fleet.helpers import place as decide
-from tests.router.prompt.test_encoder import LONG
-from tests.router.prompt.test_media import VISION, image
+from tests.router.prompt.helpers import LONG, VISION, image
 from tests.router.prompt.tokenizer_makers import llama3, write_model
 from warmroute_common.keys import DEFAULT_SEED, HashScheme, key64
 

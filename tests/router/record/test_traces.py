@@ -212,7 +212,7 @@ async def test_a_collector_that_is_gone_costs_requests_nothing(
 async def test_a_missing_extra_is_named(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
     monkeypatch.delitem(sys.modules, "router.record.tracing", raising=False)
-    with pytest.raises(ConfigError, match=r"pip install 'warmroute\[otel\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[otel\]'"):
         await fleet.router(tracing=TracingConfig())
 
 

@@ -5,7 +5,7 @@ import xxhash
 
 from router.config.cost_weights import DEFAULT_WEIGHTS
 from router.fleet.decision import Reason
-from router.scheduling.picker import POLICIES, PickContext, pick
+from router.scheduling.scorer import POLICIES, PickContext, pick
 from tests.router.fleet.helpers import candidate
 
 QUESTION = PickContext(affinity=1)

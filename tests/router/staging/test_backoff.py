@@ -13,7 +13,7 @@ from router.config.settings import PrefetchConfig, ReplicaConfig, RouterConfig
 from router.fleet.decision import Decision, KvCopy
 from router.fleet.fleet import Fleet
 from router.staging.stager import Stager, StagingResult
-from tests.router.staging.test_prefetch import KEYS, decision
+from tests.router.staging.helpers import KEYS, decision
 from warmroute_common.agent_protocol import Lora, MoveReply, MoveRequest, MoveStatus, PrefetchReply
 
 
@@ -50,7 +50,7 @@ class Agent:
 
 
 class Stage:
-    """A preparer before one agent, and a clock that a test moves."""
+    """A stager before one agent, and a clock that a test moves."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -64,7 +64,7 @@ class Stage:
         )
         fleet = Fleet(config)
         fleet.replicas["source"].transfer_port = 1
-        self.preparer = Stager(config, fleet, lambda url: self.agent, lambda: self.now_s)
+        self.stager = Stager(config, fleet, lambda url: self.agent, lambda: self.now_s)
 
     async def prefetch(self, *, gain_s: float = 20.0) -> StagingResult:
         """Prepare; fail if that takes longer than any gain."""
@@ -76,14 +76,14 @@ class Stage:
 
     async def _prepare(self, asked: Decision) -> StagingResult:
         async with asyncio.timeout(40):
-            return await self.preparer.prepare(asked)
+            return await self.stager.prepare(asked)
 
 
 @pytest.fixture
 async def stage() -> AsyncIterator[Stage]:
     made = Stage()
     yield made
-    await made.preparer.stop()
+    await made.stager.stop()
 
 
 async def test_a_request_goes_after_its_gain_while_the_agent_hangs(stage: Stage) -> None:

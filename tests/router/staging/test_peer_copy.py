@@ -245,8 +245,8 @@ async def test_replicas_that_exchange_nothing(real: RealFleet, copier: PeerCopie
 
 async def test_nothing_is_copied_without_need(real: RealFleet, copier: PeerCopier) -> None:
     off = replace(real.fleet.config, prefetch=PrefetchConfig(enabled=False))
-    preparer = Stager(off, real.fleet, partial(AgentClient, real.session))
-    assert await preparer.prepare(decision()) == StagingResult()
+    stager = Stager(off, real.fleet, partial(AgentClient, real.session))
+    assert await stager.prepare(decision()) == StagingResult()
     assert await copier.run(replace(decision(), copy=None)) is None
     assert ready(real, 1) == 0
 

@@ -13,17 +13,8 @@ from router.fleet.decision import Decision
 from router.fleet.fleet import Fleet
 from router.staging.stager import PrefetchOutcome, Stager
 from tests.router.agent_server import AgentServer, serving
-from tests.router.fleet.helpers import candidate
-from tests.router.fleet.helpers import decision as made_decision
+from tests.router.staging.helpers import KEYS, decision
 from warmroute_common.agent_protocol import PrefetchReply
-
-KEYS = (bytes(range(32)), bytes(range(1, 33)), bytes(range(2, 34)))
-
-
-def decision(gain_s: float = 0.2, keys: tuple[bytes, ...] = KEYS) -> Decision:
-    picked = candidate("r")
-    picked.prefetch_gain_s = gain_s
-    return made_decision(picked, prefetch_keys=keys)
 
 
 async def run(
@@ -34,8 +25,8 @@ async def run(
     replica = ReplicaConfig(url="http://r", instance_id="r", agent_url=agent_url)
     config = RouterConfig(replicas=(replica,), prefetch=prefetch or PrefetchConfig())
     async with aiohttp.ClientSession() as session:
-        preparer = Stager(config, Fleet(config), partial(AgentClient, session))
-        return (await preparer.prepare(asked)).prefetch
+        stager = Stager(config, Fleet(config), partial(AgentClient, session))
+        return (await stager.prepare(asked)).prefetch
 
 
 async def test_the_chunks_are_asked_for_and_the_answer_is_counted() -> None:
