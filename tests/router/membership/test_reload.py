@@ -411,7 +411,9 @@ async def test_no_request_is_lost_while_the_fleet_changes_all_the_time(
     upstreams = [await reloading.upstream() for _ in range(6)]
     for each in upstreams:
         each.will(streamed_if_asked)
-    reloading.write(upstreams[:3])
+    # A busy machine must not look like replicas that are down.
+    timeouts = {"health_interval_s": 0.05, "health_timeout_s": 60}
+    reloading.write(upstreams[:3], timeouts=timeouts)
     running = await reloading.router()
     chosen, ended, answers = random.Random(7), asyncio.Event(), list[tuple[int, bool]]()
 
@@ -428,7 +430,7 @@ async def test_no_request_is_lost_while_the_fleet_changes_all_the_time(
     askers = [asyncio.create_task(traffic(number % 3 == 0)) for number in range(9)]
     for _ in range(20):
         names = chosen.sample(upstreams, chosen.randint(1, 4))
-        reloading.write(names)
+        reloading.write(names, timeouts=timeouts)
         asked = len(answers)
         await reload(running)
         wanted = {f"r{upstreams.index(each)}" for each in names}
