@@ -272,7 +272,10 @@ class PromotionWaits:
     def _promote_part(self, wait: _Wait, chunks: list[bytes]) -> Promotion:
         promotion = self._engine.promote(chunks, pin_s=self._pin_s, holder=wait.holder)
         wait.promotions.update(dict.fromkeys(chunks, promotion))
-        if self._on_promoted is not None:
+        # A caller that is woken by a refusal asks again at once, and is refused again, for as long
+        # as the pins of others last. Room is asked for once a step.
+        was_refused_at_once = promotion.done and promotion.was_refused
+        if self._on_promoted is not None and not was_refused_at_once:
             promotion.add_done_callback(self._on_promoted)
         return promotion
 

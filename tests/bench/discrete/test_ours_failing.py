@@ -99,7 +99,7 @@ async def test_one_too_many_is_refused_with_429() -> None:
     assert sorted(each.record.status or 0 for each in asked) == [200, 200, 429, 429]
     refused = [each for each in asked if each.record.status == 429]
     assert all(not each.record.ok and each.record.ttft_s is None for each in refused)
-    assert all("maximum" in (each.record.error or "") for each in refused)
+    assert all("queue is full" in (each.record.error or "") for each in refused)
     assert bench.router.counts()["refused"] == 2
     await bench.stop()
 

@@ -178,6 +178,21 @@ def test_a_refused_promotion_is_asked_for_again_when_there_is_room(scheduler: Sc
     assert not scheduler.waits.must_wait("a", 0, COMPUTE_S)
 
 
+def test_a_promotion_that_was_refused_at_once_wakes_nobody() -> None:
+    """Who is woken asks again at once, and is refused again: for as long as others' pins last."""
+    engine, woken = Engine(), list[None]()
+    waits = PromotionWaits(engine, FakeClock(), on_promoted=lambda: woken.append(None))
+    engine.room = 0
+    waits.want("a", keys(1)[0], "disk", 0)
+    waits.end_step()
+    assert not waits.must_wait("b", 0, COMPUTE_S) and waits.must_wait("a", 0, COMPUTE_S)
+    assert len(engine.promoted) == 1 and not woken
+    engine.room = 1
+    waits.end_step()
+    engine.promotions[-1].settle(PromotionOutcome.PROMOTED)
+    assert len(woken) == 1
+
+
 def test_room_is_waited_for_however_quiet_the_tiers_are(scheduler: Scheduler) -> None:
     chunks = keys(1, 2)
     scheduler.engine.room = 0

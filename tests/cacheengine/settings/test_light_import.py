@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent.parent.parent
 
 def test_settings_load_nothing_heavy() -> None:
     code = (
-        "import sys; from cacheengine.settings import load_engine_config\n"
+        "import sys; from cacheengine.settings.lmcache_file import load_engine_config\n"
         "load_engine_config(environment={})\n"
         "heavy = ('ssl', 'numpy', 'zstandard', 'msgspec', 'sortedcontainers')\n"
         "print([name for name in heavy if name in sys.modules])"
