@@ -226,7 +226,7 @@ class AdmissionQueue:
             return self._admit(decision, now_s)
         if not self._queue.add(waiting):  # case 2
             raise self._full(waiting.service_s, now_s)
-        wait_s = _predicted_wait_s(waiting.replica, now_s, waiting.kv)
+        wait_s = waiting.replica.queue.wait_s(now_s, waiting.kv)
         self._ready_s = min(self._ready_s, now_s + max(0.0, wait_s - waiting.may_wait_s))
         return waiting
 
@@ -308,14 +308,14 @@ class AdmissionQueue:
         """Whether the request's replica can soon begin with it, or takes no requests."""
         if waiting.replica.state is not ReplicaState.UP:
             return True  # it is placed again
-        wait_s = _predicted_wait_s(waiting.replica, now_s, waiting.kv)
+        wait_s = waiting.replica.queue.wait_s(now_s, waiting.kv)
         return wait_s <= waiting.may_wait_s + _TOLERANCE_S
 
     def _free(self, now_s: float) -> list[Replica]:
         """Return the replicas that can soon begin with some request."""
         longest_s = self._config.dispatch_ahead_s + _TOLERANCE_S
         up = (each for each in self._fleet.replicas.values() if each.state is ReplicaState.UP)
-        return [each for each in up if _predicted_wait_s(each, now_s) <= longest_s]
+        return [each for each in up if each.queue.wait_s(now_s) <= longest_s]
 
     def _next_ready_s(self, now_s: float) -> float:
         """Return when a request's replica, or any busy replica, is predicted to be ready."""
@@ -326,11 +326,9 @@ class AdmissionQueue:
             if passed.lets(each):
                 first.append(each)
                 passed.note(each)
-        after_s = [
-            _predicted_wait_s(each.replica, now_s, each.kv) - each.may_wait_s for each in first
-        ]
+        after_s = [each.replica.queue.wait_s(now_s, each.kv) - each.may_wait_s for each in first]
         free_after_s = (
-            _predicted_wait_s(each, now_s) - self._config.dispatch_ahead_s
+            each.queue.wait_s(now_s) - self._config.dispatch_ahead_s
             for each in self._fleet.replicas.values()
         )
         after_s += [each for each in free_after_s if each > _TOLERANCE_S]
@@ -390,11 +388,6 @@ def _reserved(waiting: Sequence[WaitingRequest]) -> ReservedWork:
     for each in waiting:
         reserved.add(each.replica.slot, each.service_s)
     return reserved
-
-
-def _predicted_wait_s(replica: Replica, now_s: float, kv: KvNeed = NO_KV) -> float:
-    """Return a newcomer's wait; 0 if no rate was learned yet, so that a guess delays nobody."""
-    return replica.queue.wait_s(now_s, kv) if replica.rates.observations else 0.0
 
 
 class AdmissionController:
