@@ -7,11 +7,12 @@ duration is nearly linear in these amounts::
 
 `StepMeter` fits ``base`` and ``decode`` to the steps that only decode, and ``prefill`` and
 ``attention`` to what the other steps take longer, each by least squares. Recent steps count more,
-and each counts with the inverse of its duration, since a long step may be off by more. No
+and each counts with the inverse of its prompt tokens, since a long step may be off by more. No
 coefficient is negative. The same code runs inside vLLM and inside simulated replicas.
 """
 
 import threading
+from math import inf
 from typing import Final
 
 from warmroute_common.agent_protocol import ComputeRates
@@ -25,7 +26,6 @@ _RIDGE: Final = 1e-3
 _MOST_LATE: Final = 4.0
 """A step that takes longer than this many times the fit counts as if it took that. A halt of the
 machine would weigh more than a hundred other steps; a slower model is still learned in a few."""
-_LEAST_S: Final = 1e-4
 
 
 class _Fit:
@@ -36,7 +36,7 @@ class _Fit:
         self.count = 0
 
     def add(self, a: float, b: float, y: float) -> None:
-        weight = 1.0 / max(y, _LEAST_S)
+        weight = 1.0 / a
         self._aa = _KEPT * self._aa + weight * a * a
         self._ab = _KEPT * self._ab + weight * a * b
         self._bb = _KEPT * self._bb + weight * b * b
@@ -81,17 +81,24 @@ class StepMeter:
         with self._lock:
             base_s, decode_s = self._decodes.solved()
             if not prefill_tokens:
-                if self._decodes.count >= _FEWEST_STEPS:
+                if self._decodes.count >= _FEWEST_STEPS and base_s + decode_s:
                     step_s = min(step_s, _MOST_LATE * (base_s + decode_s * decoding))
                 self._decodes.add(1.0, decoding, step_s)
                 return
             prefill_s, attention_s = self._prefills.solved()
             longer_s = max(0.0, step_s - base_s - decode_s * decoding)
-            if self._prefills.count >= _FEWEST_STEPS:
+            if self._prefills.count >= _FEWEST_STEPS and prefill_s + attention_s:
                 most_s = _MOST_LATE * (prefill_s * prefill_tokens + attention_s * attended)
-                longer_s = min(longer_s, max(most_s, _LEAST_S))
+                longer_s = min(longer_s, most_s)
             self._prefills.add(prefill_tokens, attended, longer_s)
             self._tokens += prefill_tokens
+
+    def prefill_s(self, tokens: int) -> float:
+        """Return how long computing ``tokens`` takes; infinite while too few steps were seen."""
+        rates = self.rates()
+        if rates is None:
+            return inf
+        return tokens * (rates.prefill_token_s + tokens / 2 * rates.attended_token_s)
 
     def rates(self) -> ComputeRates | None:
         """Return what a prompt token takes; None while too few steps were seen.
