@@ -253,6 +253,22 @@ class CostModel:
             self._age[part] = 0
         self._seconds[CostPart.BASE] = self._start[CostPart.BASE] + rates.step_s
 
+    def report_prefill(self, tokens_per_s: float, tokens: float) -> None:
+        """Set the rate at which a server without an engine of ours says that it prefills.
+
+        ``tokens`` is how many it has computed since its start.
+        """
+        if 0 < tokens_per_s < inf:
+            self._reports_compute = True
+            self._scale_compute(1 / tokens_per_s / self._start[CostPart.PREFILL], tokens)
+
+    def _scale_compute(self, factor: float, measured_on: float) -> None:
+        """Make computing take ``factor`` times as long as the start values say."""
+        for part in (CostPart.PREFILL, CostPart.ATTENTION, CostPart.DECODE):
+            self._seconds[part] = factor * self._start[part]
+            self._measured_on[part] = measured_on
+            self._age[part] = 0
+
     def note_alone(self, work: Work, ttft_s: float) -> None:
         """Fit the time of a token to a prefill that no other one delayed.
 
@@ -270,10 +286,7 @@ class CostModel:
         )
         self._alone.append(max(0.0, ttft_s - start[CostPart.BASE]) / expected_s)
         factor = min(_MOST_CORRECTION, max(1 / _MOST_CORRECTION, median(self._alone)))
-        for part in (CostPart.PREFILL, CostPart.ATTENTION, CostPart.DECODE):
-            self._seconds[part] = factor * start[part]
-            self._measured_on[part] = self.measured_on(part) + 1
-            self._age[part] = 0
+        self._scale_compute(factor, self.measured_on(CostPart.PREFILL) + 1)
 
     def note_copy(self, nbytes: int, seconds: float) -> None:
         """Measure the rate of copies from other replicas; later copies count more."""

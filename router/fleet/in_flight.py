@@ -120,9 +120,12 @@ class Ticket:
         # The replica computes nothing of a request whose KV is being fetched: counted as work
         # before others, it held them in the router while replicas were idle.
         self.phase = Phase.FETCHING
-        if decision.is_staged:
+        self._staged_tokens = decision.staged_tokens
+        replica.staged_tokens += self._staged_tokens
+        if self._cost.fetch_s:
+            # Staged or not: a replica reads one request's KV after the other's.
             self._ready_s = replica.fetch(self._cost.fetch_s, now_s)
-        else:
+        if not decision.is_staged:
             self._move(PhaseEvent.SENT, now_s)
 
     def sent(self, now_s: float, *, is_staged: bool = True) -> None:
@@ -208,6 +211,7 @@ class Ticket:
         replica.fetching -= before is Phase.FETCHING
         if before in _WAITING and after not in _WAITING:
             replica.waiting -= 1
+            replica.staged_tokens -= self._staged_tokens
             if self._prefills is not None and self._is_tracked:
                 self._prefills.remove(self)
         if after is Phase.PREFILLING:

@@ -121,6 +121,8 @@ class Replica:
     """Fingerprint of its chunks: only replicas with equal ones can exchange chunks."""
     max_staged_tokens: float = inf
     """How many tokens of one prompt it can bring through its CPU RAM to the GPU."""
+    staged_tokens: int = 0
+    """Those that were brought, or are being brought, for requests without a first token."""
     no_copies_until_s: float = 0.0
     """No copies from or to it until then, since one failed."""
     rests: bool = False
@@ -228,6 +230,10 @@ class Replica:
     def has_agent(self) -> bool:
         """Whether it has an agent that has answered."""
         return self.incarnation is not None
+
+    def can_stage(self, tokens: int) -> bool:
+        """Whether its CPU RAM can take these tokens too, and keep them until they are used."""
+        return self.staged_tokens + tokens <= self.max_staged_tokens
 
     def can_give(self, now_s: float) -> bool:
         """Whether other replicas can copy chunks from it."""

@@ -79,7 +79,6 @@ def make_learned_fleet(
     )
     for each in fleet.replicas.values():
         fleet.up(each.id)
-        each.rates.observations = int(learned)
     return fleet
 
 

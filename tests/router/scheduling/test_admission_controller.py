@@ -41,8 +41,6 @@ async def slow_router(fleet: Fleet, *, replicas: int = 1, **changes: Any) -> Run
     )
     values = {"policy": "ttft", "rates": SLOW, "replicas": configured[:replicas]}
     router = await fleet.router(**(values | changes))
-    for each in router.parts.fleet.replicas.values():
-        each.rates.observations = 1
     return router
 
 
