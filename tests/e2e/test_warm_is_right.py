@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from bench.replica.tiers import call
 from tests.e2e.serving import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
@@ -72,7 +73,7 @@ def test_the_agent_reports_what_its_engine_measured(replica: Replica) -> None:
     replica.ask(prompt)
     for seed in range(100, 108):
         replica.ask(fresh_prompt(PROMPT_TOKENS, seed=seed))
-    info = msgspec.json.decode(replica.get("/info"), type=InstanceInfo)
+    info = msgspec.convert(call(f"{replica.agent_url}/info"), type=InstanceInfo)
     assert info.compute is not None
     assert info.compute.steps >= 8 and info.compute.tokens >= 8 * PROMPT_TOKENS
     assert 0 < info.compute.prefill_token_s < 1

@@ -26,6 +26,7 @@ from tests.router.fleet.helpers import (
 )
 from tests.router.prompt.prompts_given import GivenPrompt, text, tokens
 from warmroute_common.agent_protocol import (
+    ComputeRates,
     EventBatch,
     KeyEvent,
     TierInfo,

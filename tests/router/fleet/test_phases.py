@@ -5,6 +5,7 @@ A thousand tokens take a second here, and a little more: that is attention.
 
 import pytest
 
+from router.fleet.cost_model import CostPart
 from router.fleet.fleet import Fleet
 from router.fleet.in_flight import Ticket
 from router.fleet.replica import Replica

@@ -317,7 +317,6 @@ async def busy(gateway: Gateway, gate: asyncio.Event, admission: AdmissionConfig
         rates=RatesConfig(prefill_tokens_per_s=0.1),
         replicas=(ReplicaConfig(url=gateway.one.url),),
     )
-    for each in picker.parts.fleet.replicas.values():
     return picker
 
 

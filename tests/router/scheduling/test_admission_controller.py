@@ -40,8 +40,7 @@ async def slow_router(fleet: Fleet, *, replicas: int = 1, **changes: Any) -> Run
         ReplicaConfig(url=fleet.two.url, instance_id="two"),
     )
     values = {"policy": "ttft", "rates": SLOW, "replicas": configured[:replicas]}
-    router = await fleet.router(**(values | changes))
-    return router
+    return await fleet.router(**(values | changes))
 
 
 def hold(upstream: Scripted) -> asyncio.Event:
