@@ -315,6 +315,8 @@ class PlacementRequest:
     """The prompt; its keys are made once."""
     model: str | None = None
     session: str | None = None
+    client: str | None = None
+    """Name of the client's key; None without keys."""
     bound_to: str | None = None
     """Id of the only replica that can answer."""
     exclude: Collection[str] = ()

@@ -185,6 +185,54 @@ def test_too_late() -> None:
     assert driver.in_flight() == 2 and not len(driver.queue)
 
 
+def test_a_full_queue_refuses_without_a_placing() -> None:
+    """The more are refused, the less each may cost."""
+    driver = Driver(make_learned_fleet(max_waiting=1))
+    driver.ask("a", 10.0)
+    driver.ask("b", 5.0)
+    placings = driver.scheduler.placings
+    for _ in range(3):
+        with pytest.raises(RateLimitedError):
+            driver.ask("c", 5.0)
+    assert driver.scheduler.placings == placings
+    with pytest.raises(RateLimitedError):
+        driver.queue.refuse_if_full(None, 0.0)
+    assert driver.ask("d", 5.0, at_once=True)
+
+
+def test_a_full_queue_refuses_nobody_who_need_not_wait() -> None:
+    fleet = make_learned_fleet(2, max_waiting=1)
+    driver = Driver(fleet)
+    for name in "abc":
+        driver.ask(name, 10.0)
+    assert len(driver.queue) == 1
+    idle = next(
+        each
+        for each in fleet.replicas.values()
+        if driver.admitted["a"].decision.replica_id == each.id
+    )
+    driver.answer("a", 1.0)
+    driver.admitted["a"].ticket.finish(1.0, ok=True)
+    assert idle.queue.wait_s(1.0) == 0.0
+    driver.queue.refuse_if_full(None, 1.0)
+
+
+def test_the_key_that_holds_most_places_makes_room_for_others() -> None:
+    driver = Driver(make_learned_fleet(max_waiting=3))
+    driver.ask("a", 10.0, client="greedy")
+    for name in "bcd":
+        assert not driver.ask(name, 5.0, client="greedy")
+    with pytest.raises(RateLimitedError):
+        driver.ask("e", 5.0, client="greedy")
+    assert not driver.ask("f", 5.0, client="other")
+    driver.dispatch(0.01)
+    assert set(driver.refused) == {"d"} and set(driver.waiting) == {"b", "c", "f"}
+    refusal = driver.refused["d"]
+    assert isinstance(refusal, RateLimitedError) and refusal.cause == "full"
+    with pytest.raises(RateLimitedError):
+        driver.ask("g", 5.0, client="other")
+
+
 def test_a_full_queue() -> None:
     driver = Driver(make_learned_fleet(max_waiting=1))
     driver.ask("a", 10.0)
