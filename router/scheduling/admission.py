@@ -412,11 +412,11 @@ class AdmissionQueue:
         )
 
     def _retry_after_s(self, now_s: float) -> int:
-        """Return the predicted seconds until half of the queue is dispatched; computed rarely."""
+        """Return the predicted seconds until the whole queue is dispatched; computed rarely."""
         until_s, seconds = self._retry_after
         if now_s >= until_s:
             up = [each for each in self._fleet.replicas.values() if each.state is ReplicaState.UP]
-            work_s = sum(each.service_s for each in self._queue.in_order()) / 2
+            work_s = sum(each.service_s for each in self._queue.in_order())
             work_s += sum(each.queue.wait_s(now_s) for each in up)
             seconds = max(1, ceil(work_s / max(1, len(up))))
             self._retry_after = (now_s + _RETRY_AFTER_KEPT_S, seconds)

@@ -217,4 +217,3 @@ async def test_a_running_router_tells_how_good_its_predictions_were(
     async with client.get(f"{router.url}/metrics") as response:
         text = await response.text()
     assert f'warmroute_ttft_prediction_error_ratio{{quantile="0.9",replica="{name}"}}' in text
-    assert f'warmroute_learned_rate{{part="base",replica="{name}"}}' in text

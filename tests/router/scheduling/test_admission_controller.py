@@ -83,7 +83,7 @@ async def test_the_shortest_goes_first(
     fleet: Fleet, client: aiohttp.ClientSession, eventually: Wait
 ) -> None:
     answer = hold(fleet.one)
-    router = await slow_router(fleet)
+    router = await slow_router(fleet, admission=AdmissionConfig(max_wait_s=36_000.0))
     tasks = [await first_in(client, router, fleet.one)]
     tasks.append(asyncio.create_task(post(client, router, LONG)))
     await eventually(lambda: len(router.parts.admission) == 1)
