@@ -12,8 +12,10 @@ LOCKS := requirements/router.lock requirements/dev.lock requirements/$(WARMROUTE
 PIP_INSTALL := $(BIN)/python -m pip install --no-deps --disable-pip-version-check
 # Every file that is installed is one that the locks know by its hash.
 PIP_LOCKED := $(PIP_INSTALL) --require-hashes
-# Tests share the cores; tests/conftest.py says which belong to one process.
-PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --no-loadscope-reorder
+# Tests share the cores; tests/conftest.py says which belong to one process. One process more than
+# cores, 4 at most: many tests wait for a server most of the time.
+WORKERS := $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) + 1)); echo $$((n < 4 ? n : 4)))
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder
 SOURCES := router cacheengine simulator warmroute_common bench tests tools
 ARGS ?=
 
