@@ -263,7 +263,7 @@ class CostModel:
             self._scale_compute(1 / tokens_per_s / self._start[CostPart.PREFILL], tokens)
 
     def _scale_compute(self, factor: float, measured_on: float) -> None:
-        """Make computing take ``factor`` times as long as the start values say."""
+        """Multiply the start values of computing by ``factor``."""
         for part in (CostPart.PREFILL, CostPart.ATTENTION, CostPart.DECODE):
             self._seconds[part] = factor * self._start[part]
             self._measured_on[part] = measured_on
@@ -272,7 +272,7 @@ class CostModel:
     def note_alone(self, work: Work, ttft_s: float) -> None:
         """Fit the time of a token to a prefill that no other one delayed.
 
-        Only for a replica that reports nothing about computing. A prefill beside loads or fetches
+        Only for a replica that reports nothing about computing. A prefill with loads or fetches
         says nothing: their own time is not known well enough.
         """
         is_plain = not (work.load_bytes or work.disk_bytes or work.remote_bytes or work.peer_bytes)

@@ -1,4 +1,4 @@
-"""One request in flight: its phases, and what it tells of its replica.
+"""One request in flight: its phases, and what it shows about its replica.
 
 A `Ticket` is counted once at its start and released once at its end. The first token of an answer
 that is not streamed is not seen: its headers come with its last token. `PrefillTracker` ends the
@@ -252,7 +252,7 @@ class Ticket:
         self._move(event, now_s)
         self._leave_prefill(now_s, just_now=event is PhaseEvent.PROMPT_STORED)
 
-    # --- what it tells of its replica
+    # --- what it shows about its replica
 
     def _note_answer(self, now_s: float) -> None:
         """Note how long the answer took after its prefill, if the end of the prefill is known."""

@@ -122,7 +122,7 @@ class Replica:
     max_staged_tokens: float = inf
     """How many tokens of one prompt it can bring through its CPU RAM to the GPU."""
     staged_tokens: int = 0
-    """Those that were brought, or are being brought, for requests without a first token."""
+    """Tokens brought to its CPU RAM, or under way, for requests without a first token."""
     no_copies_until_s: float = 0.0
     """No copies from or to it until then, since one failed."""
     rests: bool = False

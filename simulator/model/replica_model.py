@@ -27,7 +27,7 @@ from simulator.model.sim_request import CachedTokens, SimRequest
 class ReplicaMeter:
     """Measures steps and loads as the engine inside vLLM does.
 
-    ``speed`` seconds of the model are one second of those who read the meters.
+    ``speed`` seconds of the model are one second for the readers of the meters.
     """
 
     def __init__(
