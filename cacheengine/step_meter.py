@@ -13,14 +13,18 @@ coefficient is negative. The same code runs inside vLLM and inside simulated rep
 
 import threading
 from math import inf
+from statistics import median
 from typing import Final
 
 from warmroute_common.agent_protocol import ComputeRates
 
 _KEPT: Final = 0.995
 """Weight of a step after the next one: about the last 200 steps count."""
-_FEWEST_STEPS: Final = 8
-"""Steps with prompt tokens before anything is reported."""
+_FEWEST_STEPS: Final = 24
+"""Steps with prompt tokens before anything is reported. Of the first ones those that take much
+longer a token than the median are left out: a model that has just started warms up."""
+_WARM_UP: Final = 2.0
+"""Times the median of the first steps."""
 _RIDGE: Final = 1e-3
 """Share of a weight that pulls a coefficient towards 0 if the steps do not tell it."""
 _MOST_LATE: Final = 4.0
@@ -71,6 +75,8 @@ class StepMeter:
         self._decodes = _Fit()
         self._prefills = _Fit()
         self._tokens = 0
+        self._first: list[tuple[int, float, float]] = []
+        """The first steps with prompt tokens: these, those that they attend to, seconds."""
 
     def add(self, step_s: float, *, prefill_tokens: int, attended: float, decoding: int) -> None:
         """Add a step.
@@ -85,13 +91,26 @@ class StepMeter:
                     step_s = min(step_s, _MOST_LATE * (base_s + decode_s * decoding))
                 self._decodes.add(1.0, decoding, step_s)
                 return
-            prefill_s, attention_s = self._prefills.solved()
             longer_s = max(0.0, step_s - base_s - decode_s * decoding)
-            if self._prefills.count >= _FEWEST_STEPS and prefill_s + attention_s:
+            self._tokens += prefill_tokens
+            if not self._prefills.count:
+                self._add_first(prefill_tokens, attended, longer_s)
+                return
+            prefill_s, attention_s = self._prefills.solved()
+            if prefill_s + attention_s:
                 most_s = _MOST_LATE * (prefill_s * prefill_tokens + attention_s * attended)
                 longer_s = min(longer_s, most_s)
             self._prefills.add(prefill_tokens, attended, longer_s)
-            self._tokens += prefill_tokens
+
+    def _add_first(self, prefill_tokens: int, attended: float, seconds: float) -> None:
+        self._first.append((prefill_tokens, attended, seconds))
+        if len(self._first) < _FEWEST_STEPS:
+            return
+        most_s = _WARM_UP * median(each_s / tokens for tokens, _, each_s in self._first)
+        for tokens, each_attended, each_s in self._first:
+            if each_s / tokens <= most_s:
+                self._prefills.add(tokens, each_attended, each_s)
+        self._first.clear()
 
     def prefill_s(self, tokens: int) -> float:
         """Return how long computing ``tokens`` takes; infinite while too few steps were seen."""
@@ -107,7 +126,7 @@ class StepMeter:
         of each step's base and decodes.
         """
         with self._lock:
-            if self._prefills.count < _FEWEST_STEPS:
+            if not self._prefills.count:
                 return None
             base_s, decode_s = self._decodes.solved()
             prefill_s, attention_s = self._prefills.solved()

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Final
 
 from router.config.cost_weights import CostWeights
+from router.fleet.cost_model import CostPart
 from router.fleet.decision import Decision
 from router.fleet.replica import Replicas
 from router.index.prefix_index import PrefixIndex, SpeculativeEntry
@@ -59,6 +60,9 @@ NEXT_PHASE: Final[Mapping[tuple[Phase, PhaseEvent], Phase]] = MappingProxyType(
 )
 """The next phase; a pair that is not listed changes nothing."""
 
+_SHARED_AT_ONCE: Final = 16
+"""First measurements of a replica that count for the others at once, and not at the next tick: an
+unknown replica would look faster than this one."""
 _WAITING: Final = frozenset({Phase.FETCHING, Phase.PREFILLING})
 """Phases before the first token."""
 
@@ -267,7 +271,10 @@ class Ticket:
         if cached_tokens is not None:
             work = work.with_cached(cached_tokens, self.replica.kv_bytes_per_token)
         if self._was_alone and not work.queue_s:
-            self.replica.rates.note_alone(work, ttft_s - self._lag_s)
+            rates = self.replica.rates
+            rates.note_alone(work, ttft_s - self._lag_s)
+            if rates.measured_on(CostPart.PREFILL) <= _SHARED_AT_ONCE:
+                self._replicas.share_rates(rates)
 
     def __repr__(self) -> str:
         return f"<Ticket {self.replica.id} {self.phase}>"

@@ -501,6 +501,12 @@ class Replicas(dict[str, Replica]):
 
     # --- rates
 
+    def share_rates(self, measured: CostModel) -> None:
+        """Use rates that were just measured for all replicas that have not measured them."""
+        known = dict.fromkeys(measured.measured(), measured)
+        for each in self.values():
+            each.rates.take_over(known)
+
     def tick(self) -> None:
         """Forget old measurements, and give each replica the others' for what it has not measured.
 

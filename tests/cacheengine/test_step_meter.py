@@ -39,13 +39,13 @@ def test_the_parts_are_told_apart() -> None:
     assert rates.prefill_token_s == pytest.approx(PREFILL_S + BASE_S / 1024, rel=0.05)
     assert rates.attended_token_s == pytest.approx(ATTENTION_S, rel=0.1)
     assert rates.decode_token_s == pytest.approx(DECODE_S / 1024, rel=0.1)
-    assert (rates.steps, rates.tokens > 50_000) == (200, True)
+    assert rates.steps >= 190 and rates.tokens > 50_000
 
 
 def test_nothing_is_said_on_few_steps() -> None:
     meter = StepMeter()
     assert meter.rates() is None and meter.prefill_s(1000) == inf
-    add(meter, random.Random(1), 14)
+    add(meter, random.Random(1), 46)
     assert meter.rates() is None
     add(meter, random.Random(1), 2)
     assert 0 < meter.prefill_s(1000) < 1

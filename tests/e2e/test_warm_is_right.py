@@ -71,11 +71,11 @@ def test_the_agent_reports_what_its_engine_measured(replica: Replica) -> None:
     warm_up(replica, prompt)
     replica.empty_gpu()
     replica.ask(prompt)
-    for seed in range(100, 108):
+    for seed in range(100, 124):
         replica.ask(fresh_prompt(PROMPT_TOKENS, seed=seed))
     info = msgspec.convert(call(f"{replica.agent_url}/info"), type=InstanceInfo)
     assert info.compute is not None
-    assert info.compute.steps >= 8 and info.compute.tokens >= 8 * PROMPT_TOKENS
+    assert info.compute.steps >= 8 and info.compute.tokens >= 24 * PROMPT_TOKENS
     assert 0 < info.compute.prefill_token_s < 1
     assert info.tiers["cpu"].read_bytes >= 5 * info.chunk_bytes
     assert info.tiers["cpu"].read_bytes_per_s > 0

@@ -82,7 +82,7 @@ async def test_a_record_tells_the_routers_reason_and_prediction() -> None:
 async def test_what_replicas_measure_is_reported() -> None:
     bench = Bench(1)
     rates = bench.router.fleet.replicas["r0"].rates
-    for text in range(1, 12):
+    for text in range(1, 30):
         await bench.ask(200, text=text, answer=20)
     await asyncio.sleep(40.0)
     assert rates.per_second(CostPart.PREFILL) == pytest.approx(1_000, rel=0.1)
