@@ -162,6 +162,7 @@ class BandwidthMeter:
         self._since_s = 0.0
         self._busy_s = 0.0
         self._bytes = 0.0
+        self.total_bytes = 0
 
     def start(self, now_s: float) -> None:
         """An operation begins."""
@@ -172,7 +173,16 @@ class BandwidthMeter:
         """An operation ends that has moved ``moved_bytes`` (0: it failed)."""
         self._advance(now_s)
         self._active -= 1
+        self._moved(moved_bytes)
+
+    def add(self, moved_bytes: int, busy_s: float) -> None:
+        """Add an operation that was timed elsewhere, and overlapped no other."""
+        self._busy_s += busy_s
+        self._moved(moved_bytes)
+
+    def _moved(self, moved_bytes: int) -> None:
         self._bytes += moved_bytes
+        self.total_bytes += moved_bytes
         if self._busy_s > _WINDOW_S:
             # Halving both keeps the rate, and gives old operations less weight.
             self._busy_s /= 2

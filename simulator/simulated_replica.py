@@ -12,7 +12,7 @@ from simulator.engine_storage import EngineStorage, open_storage
 from simulator.engine_tiers import EngineTiers, ObservedTiers
 from simulator.kv_event_publisher import KvEventPublisher, TierEvents, encode_events
 from simulator.model.lower_tier_view import LowerTiers, NoLowerTiers
-from simulator.model.replica_model import ReplicaModel
+from simulator.model.replica_model import ReplicaMeter, ReplicaModel
 from simulator.model.sim_request import SimRequest
 from simulator.openai_prompts import SimPrompt
 from simulator.simulator_settings import SimulatorSettings
@@ -114,7 +114,20 @@ class SimulatedReplica:
             speed=self.settings.speed,
             on_promoted=self._promoted,
         )
-        self.model = ReplicaModel(self.settings.shape, self.settings.rates, self._tiers)
+        shape, engine = self.settings.shape, self._storage.engine
+        engine.steps.step_tokens = shape.max_batched_tokens
+        bytes_per_token = self.settings.chunk_bytes / shape.chunk_tokens
+        self.model = ReplicaModel(
+            shape,
+            self.settings.rates,
+            self._tiers,
+            meter=ReplicaMeter(
+                engine.steps,
+                engine.loads,
+                bytes_per_token=bytes_per_token,
+                speed=self.settings.speed,
+            ),
+        )
 
     async def stop(self) -> None:
         """End everything; requests still running hear nothing more."""

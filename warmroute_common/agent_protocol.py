@@ -41,6 +41,8 @@ class TierInfo(msgspec.Struct, frozen=True, kw_only=True):
     used_bytes: Annotated[int, Meta(ge=0)]
     read_bytes_per_s: Annotated[float, Meta(ge=0)] = 0.0
     """Towards the CPU pool; for the cpu tier, towards the GPU."""
+    read_bytes: Annotated[int, Meta(ge=0)] = 0
+    """All bytes that this was measured on."""
     write_bytes_per_s: Annotated[float, Meta(ge=0)] = 0.0
 
 
@@ -62,12 +64,30 @@ class ReplicaIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Port on the replica's host where other replicas fetch chunks, if it has one."""
 
 
+class ComputeRates(msgspec.Struct, frozen=True, kw_only=True):
+    """What the replica's model computes, in seconds, measured on vLLM's scheduler steps."""
+
+    step_s: Annotated[float, Meta(ge=0)]
+    """A step, however little there is to compute."""
+    prefill_token_s: Annotated[float, Meta(ge=0)]
+    """A prompt token, with its share of the steps."""
+    attended_token_s: Annotated[float, Meta(ge=0)]
+    """A prompt token, for each token that it attends to."""
+    decode_token_s: Annotated[float, Meta(ge=0)]
+    """A prompt token, for each sequence that decodes at the same time."""
+    steps: Annotated[int, Meta(ge=0)]
+    """Steps with prompt tokens that this was measured on."""
+    tokens: Annotated[int, Meta(ge=0)]
+
+
 class InstanceInfo(ReplicaIdentity, frozen=True, kw_only=True):
     """``GET /info``."""
 
     incarnation: str
     """New at every start: what was known of an earlier one is void."""
     tiers: dict[str, TierInfo]
+    compute: ComputeRates | None = None
+    """None while too few steps were measured."""
     layout: str = ""
     """Fingerprint of the chunk layout: only replicas with equal ones can exchange chunks."""
     version: str = ""

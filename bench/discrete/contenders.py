@@ -62,10 +62,7 @@ ABLATIONS: Final[Mapping[str, Settings]] = MappingProxyType(
         "ours-without-nearness": _weighing(near_s=0.0),
         "ours-without-holding": _section(admission=AdmissionConfig(enabled=False)),
         "ours-without-shortest-first": _section(admission=AdmissionConfig(ageing=1e6)),
-        "ours-without-learning": _weighing(learns=False),
-        "ours-without-queue-noise": _weighing(
-            learning=replace(DEFAULT_WEIGHTS.learning, queue_noise=0.0)
-        ),
+        "ours-without-measuring": Settings(measures=False),
         "ours-with-true-rates": Settings(true_rates=True),
     }
 )

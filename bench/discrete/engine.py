@@ -157,13 +157,14 @@ class ModelEngine(CacheEngine):
             clock=asyncio.get_running_loop().time,
             make_io=make_io,
         )
+        self.steps.step_tokens = machine.shape.max_batched_tokens
         self._disk = disks[0]
         self.add_event_listener(lambda: on_events(self.take_events()))
 
     @property
-    def read_tokens_per_s(self) -> float:
-        """How fast the disk was read; 0.0 while it was not."""
-        return self._disk.reads.bytes_per_s()
+    def reads(self) -> BandwidthMeter:
+        """How fast the disk was read, in tokens."""
+        return self._disk.reads
 
     def clear_cpu(self) -> None:
         """Forget the chunks in CPU RAM, as a replica does that dies; the disk keeps its own."""

@@ -13,6 +13,7 @@ from typing import Any, Final
 from bench.discrete.replica import AnswerCutError, ModelReplica, ReplicaDownError
 from bench.discrete.requests import Sent
 from bench.discrete.staging import KV_BYTES_PER_TOKEN, ModelAgent, Network
+from cacheengine.record import BandwidthMeter
 from router.config.cost_weights import DEFAULT_WEIGHTS, CostWeights
 from router.config.settings import RatesConfig, ReplicaConfig, RouterConfig
 from router.fleet.fleet import Fleet
@@ -82,6 +83,8 @@ class Settings:
     """Sections of the router's configuration, without its replicas."""
     true_rates: bool = False
     """Start from the machine's rates, where others start from the defaults."""
+    measures: bool = True
+    """Whether replicas report what they measured."""
     copies: bool = True
     weights: CostWeights = DEFAULT_WEIGHTS
 
@@ -126,6 +129,7 @@ class OurRouter:
         )
         self._stager = Stager(self._config, self.fleet, self._agents.__getitem__, self._loop.time)
         self._copies = settings.copies
+        self._measures = settings.measures
         self._health = Health(replicas, self._health_changed)
         self._refused = 0
         for each in replicas:
@@ -252,7 +256,7 @@ class OurRouter:
         """Learn who a replica is, as its agent tells."""
         machine = replica.machine
         per_chunk = machine.shape.chunk_tokens * KV_BYTES_PER_TOKEN
-        read_bytes_per_s = replica.engine.read_tokens_per_s * KV_BYTES_PER_TOKEN
+        engine = replica.engine
         name = f"r{replica.slot}"
         self.fleet.apply_info(
             name,
@@ -266,16 +270,22 @@ class OurRouter:
                 chunk_tokens=machine.shape.chunk_tokens,
                 chunk_bytes=per_chunk,
                 tiers={
-                    "cpu": TierInfo(capacity_bytes=machine.cpu_chunks * per_chunk, used_bytes=0),
-                    "disk": TierInfo(
-                        capacity_bytes=machine.disk_chunks * per_chunk,
-                        used_bytes=0,
-                        read_bytes_per_s=read_bytes_per_s,
-                    ),
+                    "cpu": self._tier(machine.cpu_chunks * per_chunk, engine.loads),
+                    "disk": self._tier(machine.disk_chunks * per_chunk, engine.reads),
                 },
+                compute=engine.steps.rates() if self._measures else None,
                 transfer_port=1 if self._copies else None,
                 layout="model",
             ),
+        )
+
+    def _tier(self, capacity_bytes: int, reads: BandwidthMeter) -> TierInfo:
+        per_s = reads.bytes_per_s() if self._measures else 0.0
+        return TierInfo(
+            capacity_bytes=capacity_bytes,
+            used_bytes=0,
+            read_bytes_per_s=per_s * KV_BYTES_PER_TOKEN,
+            read_bytes=reads.total_bytes * KV_BYTES_PER_TOKEN,
         )
 
     def _health_changed(self, replica: ModelReplica, is_up: bool) -> None:

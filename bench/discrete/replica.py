@@ -17,7 +17,7 @@ from simulator.engine_tiers import EngineTiers
 from simulator.model.lower_tier_view import LowerTiers
 from simulator.model.model_events import GpuBlocksCleared, GpuBlocksRemoved, GpuBlocksStored
 from simulator.model.replica_machine import Machine
-from simulator.model.replica_model import ReplicaModel
+from simulator.model.replica_model import ReplicaMeter, ReplicaModel
 from simulator.model.sim_request import SimRequest
 
 _FIRST_AND_LAST: Final = 10**9
@@ -97,6 +97,7 @@ class ModelReplica:
             machine.rates,
             lower_tiers,
             noise=lambda: chooser.lognormvariate(0.0, noise) if noise else 1.0,
+            meter=ReplicaMeter(self.engine.steps, self.engine.loads),
         )
         self.foresight = Foresight(self.model, lower_tiers) if foresees else None
         self._serving: dict[SimRequest, Serving] = {}

@@ -82,6 +82,7 @@ class AgentHandlers:
                 **msgspec.structs.asdict(self.identity),
                 incarnation=self.engine.incarnation,
                 tiers=self.engine.tier_info(),
+                compute=self.engine.steps.rates(),
                 layout=self.engine.layout.fingerprint(),
                 version=version("warmroute"),
             )

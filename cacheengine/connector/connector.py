@@ -6,14 +6,16 @@
 
 vLLM's offloading interface knows only the model's name. It does not report a request's adapter or
 an update of the weights, and it offers each chunk for storing only once. `WarmrouteConnector` adds
-the model's identity, the adapters and the repeated offers. `WeightWatch` reports changed weights.
+the model's identity, the adapters and the repeated offers. `WeightWatch` reports changed weights,
+and `StepWatch` times the scheduler's steps.
 """
 
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
@@ -21,15 +23,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from cacheengine.connector.manager import ComputeRate, WarmrouteManager
+from cacheengine.connector.manager import WarmrouteManager
 from cacheengine.connector.model_identity import IDENTITY_KEY, identify
 from cacheengine.identity.kv_versions import LoraAdapter
 from cacheengine.settings.lmcache_file import load_engine_config
+from cacheengine.step_meter import StepMeter
 
 _HARMLESS: Final = frozenset(
     {
@@ -42,6 +47,16 @@ _HARMLESS: Final = frozenset(
 """Worker methods that do not change the weights. Any other method may: it can be a user's code."""
 
 _SLEEP_LEVEL_KEEPING_WEIGHTS: Final = 1
+_MOST_STEPS_UNDER_WAY: Final = 16
+"""Steps that were scheduled and have not ended: vLLM schedules a few ahead at most."""
+
+
+class StepContents(TypedDict):
+    """The amounts that `StepMeter.add` takes."""
+
+    prefill_tokens: int
+    attended: float
+    decoding: int
 
 
 class WeightWatch:
@@ -109,6 +124,73 @@ class WeightWatch:
                 self._manager.weights_changed()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _ScheduledStep:
+    output: SchedulerOutput
+    began_s: float
+
+
+class StepWatch:
+    """Times the steps of vLLM's scheduler, and adds them to a `StepMeter`, until `end`.
+
+    A step's results come to ``Scheduler.update_from_output``, which no connector sees: it is
+    wrapped. With asynchronous scheduling a step is scheduled while the one before it runs. So a
+    step began when it was scheduled or when the one before it ended, whichever was later.
+    """
+
+    def __init__(self, meter: StepMeter, clock: Callable[[], float] = time.monotonic) -> None:
+        self._meter = meter
+        self._clock = clock
+        self._scheduled: deque[_ScheduledStep] = deque(maxlen=_MOST_STEPS_UNDER_WAY)
+        self._ended_s = 0.0
+        self._is_on = True
+        original = Scheduler.update_from_output
+
+        @wraps(original)
+        def update_from_output(
+            scheduler: Scheduler, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
+        ) -> Any:
+            if self._is_on:
+                self.ended(scheduler_output)
+            return original(scheduler, scheduler_output, *args, **kwargs)
+
+        Scheduler.update_from_output = update_from_output
+
+    def end(self) -> None:
+        """Stop timing."""
+        self._is_on = False
+
+    def scheduled(self, output: SchedulerOutput) -> None:
+        """Note that a step was scheduled."""
+        if output.num_scheduled_tokens:
+            self._scheduled.append(_ScheduledStep(output, self._clock()))
+
+    def ended(self, output: SchedulerOutput) -> None:
+        """Note that the results of a step are there."""
+        now_s, before_s = self._clock(), self._ended_s
+        self._ended_s = now_s
+        while self._scheduled:
+            step = self._scheduled.popleft()
+            if step.output is output:
+                self._meter.add(now_s - max(step.began_s, before_s), **step_contents(output))
+                return
+
+
+def step_contents(output: SchedulerOutput) -> StepContents:
+    """Return what a step computes. A request with one token, or with drafts, decodes."""
+    computed = {each.req_id: each.num_computed_tokens for each in output.scheduled_new_reqs}
+    cached = output.scheduled_cached_reqs
+    computed |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    prefill_tokens, attended, decoding = 0, 0.0, 0
+    for req_id, tokens in output.num_scheduled_tokens.items():
+        if tokens == 1 or req_id in output.scheduled_spec_decode_tokens:
+            decoding += 1
+        else:
+            prefill_tokens += tokens
+            attended += tokens * (computed.get(req_id, 0) + tokens / 2)
+    return {"prefill_tokens": prefill_tokens, "attended": attended, "decoding": decoding}
+
+
 def _call_original(
     original: Callable[..., Any], core: EngineCore, *args: Any, **kwargs: Any
 ) -> Any:
@@ -130,11 +212,15 @@ class WarmrouteConnector(OffloadingConnector):  # type: ignore[misc]
             extra_config.setdefault("block_size", load_engine_config().chunk_size)
         extra_config[IDENTITY_KEY] = dataclasses.asdict(identify(vllm_config, kv_cache_config))
         super().__init__(vllm_config, role, kv_cache_config)
-        self._rate = ComputeRate()
         self._watch: WeightWatch | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._manager.keys.versions.empty_gpu = self._empty_gpu
             self._watch = WeightWatch(self._manager)
+            meter = self._manager.engine.steps
+            meter.step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+            self._steps = StepWatch(meter)
+            parallel = vllm_config.parallel_config
+            self._ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
 
     @property
     def _manager(self) -> WarmrouteManager:
@@ -151,7 +237,7 @@ class WarmrouteConnector(OffloadingConnector):  # type: ignore[misc]
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Look up a prompt; skip the lookup while the request waits for a promotion."""
-        compute_s = self._rate.seconds(request.num_tokens - num_computed_tokens)
+        compute_s = self._manager.engine.steps.prefill_s(request.num_tokens - num_computed_tokens)
         if self._manager.waits.must_wait(request.request_id, num_computed_tokens, compute_s):
             return None, False
         matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(
@@ -161,14 +247,21 @@ class WarmrouteConnector(OffloadingConnector):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Build vLLM's metadata, then set each request back to its first refused chunk."""
-        scheduled = scheduler_output.num_scheduled_tokens
-        self._rate.begin_step(sum(scheduled.values()) - len(scheduled), time.monotonic())
+        self._steps.scheduled(scheduler_output)
         refused = self._manager.stores.refused
         refused.end_backoff(scheduler_output.finished_req_ids or ())
         metadata = super().build_connector_meta(scheduler_output)
         for req_id, first in refused.take_refused().items():
             self._offer_again(req_id, first)
         return metadata
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Measure the loads that have ended, then let vLLM note them."""
+        stats = getattr(connector_output.kv_connector_worker_meta, "transfer_stats", None)
+        if stats is not None and not stats.load.is_empty():
+            # Bytes and seconds are sums over the ranks, which copy at the same time.
+            self._manager.engine.loads.add(stats.load.bytes, stats.load.time / self._ranks)
+        super().update_connector_output(connector_output)
 
     def _offer_again(self, req_id: str, first: OffloadKey) -> None:
         """Set a request back to a chunk, in the same step, so that vLLM offers it again.
@@ -196,6 +289,7 @@ class WarmrouteConnector(OffloadingConnector):  # type: ignore[misc]
         """Stop watching the weights, then stop the engine."""
         if self._watch is not None:
             self._watch.end()
+            self._steps.end()
         super().shutdown()
 
 

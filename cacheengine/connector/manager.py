@@ -2,8 +2,7 @@
 
 vLLM's scheduler looks up chunks, reserves rows for chunks to store, and reports finished copies.
 `RequestKeys` translates vLLM's block hashes into the engine's keys, which also name the weights.
-`ComputeRate` measures how fast prompts are computed, which decides how long to wait for a
-promotion. `ChunkStores` reserves rows in the CPU pool. `RefusedStores` remembers chunks for which
+`ChunkStores` reserves rows in the CPU pool. `RefusedStores` remembers chunks for which
 the pool had no space: vLLM offers each chunk only once, so `WarmrouteConnector` has it offer them
 again.
 `WarmrouteManager` implements vLLM's interface. All of it runs on the scheduler's thread.
@@ -38,42 +37,6 @@ from cacheengine.engine.promotion_waits import PromotionWaits
 from cacheengine.identity.kv_versions import KvVersion, KvVersions, LoraAdapter
 from cacheengine.record import CPU
 from cacheengine.residency.decisions import Presence
-
-_MIN_STEP_TOKENS: Final = 64
-"""Steps with fewer prompt tokens mostly measure decoding, so they are ignored."""
-_NEW_SAMPLE_WEIGHT: Final = 0.2
-
-
-class ComputeRate:
-    """Prompt tokens computed per second: an exponential average over scheduler steps. Pure."""
-
-    def __init__(self) -> None:
-        self._tokens_per_s = 0.0
-        self._step_began_s: float | None = None
-        self._previous_step_s = 0.0
-        self._tokens = 0
-
-    def begin_step(self, prompt_tokens: int, now_s: float) -> None:
-        """Note that a step begins that computes ``prompt_tokens``."""
-        if self._step_began_s is not None:
-            step_s = now_s - self._step_began_s
-            # With asynchronous scheduling a step begins while the previous one still runs, and
-            # its own time may fall into the next interval: take the longer of the two.
-            longer_s = max(step_s, self._previous_step_s)
-            if self._tokens >= _MIN_STEP_TOKENS and longer_s > 0:
-                self._learn(self._tokens / longer_s)
-            self._previous_step_s = step_s
-        self._step_began_s = now_s
-        self._tokens = prompt_tokens
-
-    def _learn(self, tokens_per_s: float) -> None:
-        weight = _NEW_SAMPLE_WEIGHT if self._tokens_per_s else 1.0
-        self._tokens_per_s += weight * (tokens_per_s - self._tokens_per_s)
-
-    def seconds(self, tokens: int) -> float:
-        """Return how long ``tokens`` take to compute; infinite before the first measurement."""
-        return tokens / self._tokens_per_s if self._tokens_per_s else float("inf")
-
 
 _MAX_BACKOFF_OFFERS: Final = 16
 """Most offers that are skipped in a row. vLLM makes one per step; asking the engine costs time."""
@@ -289,7 +252,7 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self.keys = RequestKeys(versions or KvVersions())
-        self._engine = engine
+        self.engine = engine
         self._group_idx = group_idx
         self._enable_events = enable_events
         self._on_shutdown = on_shutdown
@@ -324,7 +287,7 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         if self._hold(chunk):
             self.waits.found(req_context.req_id, chunk)
             return LookupResult.HIT
-        match self._engine.lookup(chunk):
+        match self.engine.lookup(chunk):
             case Presence.MISS:
                 return LookupResult.MISS
             case Presence.DISK:
@@ -338,7 +301,7 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
 
     def _hold(self, chunk: bytes) -> bool:
         """Hold a chunk until the step ends, if it is ready."""
-        if chunk not in self._step_holds and self._engine.try_hold(chunk) is not None:
+        if chunk not in self._step_holds and self.engine.try_hold(chunk) is not None:
             self._step_holds.add(chunk)
         return chunk in self._step_holds
 
@@ -364,14 +327,14 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         because the pool was full) would count as used often.
         """
         used = self._used[req_context.req_id]
-        self._engine.touch([chunk for chunk in chunks if chunk not in used])
+        self.engine.touch([chunk for chunk in chunks if chunk not in used])
         used.update(chunks)
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """Hold chunks that `lookup` found, until `complete_load`; they count as used."""
         chunks = self.keys.stored(keys, req_context)
         # The step holds them since `lookup`; the agent's thread may have cleared them meanwhile.
-        slots = self._engine.hold(chunks, held_before=True, holder=req_context.req_id)
+        slots = self.engine.hold(chunks, held_before=True, holder=req_context.req_id)
         # vLLM's scheduler never calls touch().
         self._note_use(chunks, req_context)
         self._loads.update(chunks)
@@ -381,11 +344,11 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         """Release chunks whose copy to the GPU has ended."""
         chunks = self.keys.stored(keys, req_context)
         self._loads -= Counter(chunks)
-        self._engine.release(chunks)
+        self.engine.release(chunks)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Mark chunks as recently used."""
-        self._engine.touch(self.keys.stored(keys, req_context))
+        self.engine.touch(self.keys.stored(keys, req_context))
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
@@ -417,7 +380,7 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Yield the tiers' stored and removed chunks, for vLLM's KV event stream."""
-        events = self._engine.take_events()
+        events = self.engine.take_events()
         if not self._enable_events:
             return
         for event in events:
@@ -438,16 +401,16 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         self._used.clear()
         self._release_step_holds()
         # The lower tiers stay: vLLM calls this to pause and to sleep, which changes no weights.
-        self._engine.clear([CPU])
+        self.engine.clear([CPU])
 
     def weights_changed(self) -> None:
         """Begin a new epoch: chunks of earlier weights are neither found nor stored any more."""
         self.keys.versions.weights_changed()
-        self._engine.clear(keep_shared=True)
+        self.engine.clear(keep_shared=True)
 
     def _release_step_holds(self) -> None:
         if self._step_holds:
-            self._engine.release(list(self._step_holds))
+            self.engine.release(list(self._step_holds))
             self._step_holds.clear()
 
     def shutdown(self) -> None:
@@ -466,8 +429,8 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
             self._release_flushed(self._flushing.popleft())
 
     def _release_flushed(self, transfers: _UnfinishedTransfers) -> None:
-        self._engine.release(transfers.loads)
-        self._engine.complete_store(transfers.stores, success=False)
+        self.engine.release(transfers.loads)
+        self.engine.complete_store(transfers.stores, success=False)
 
     def _offload_keys(self, chunks: Iterable[bytes]) -> list[OffloadKey]:
         return [make_offload_key(chunk, self._group_idx) for chunk in chunks]

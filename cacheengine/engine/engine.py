@@ -19,7 +19,7 @@ from cacheengine.engine.engine_lock import EngineLock
 from cacheengine.engine.tier_io import Clock, IoThreads, MakeThreads, TierStack
 from cacheengine.identity.chunk_layout import ChunkLayout
 from cacheengine.memory import Pool
-from cacheengine.record import CPU, EngineStats, KeyEventRecord, to_wire
+from cacheengine.record import CPU, BandwidthMeter, EngineStats, KeyEventRecord, to_wire
 from cacheengine.residency.decider import Decider
 from cacheengine.residency.decisions import (
     PORTION,
@@ -32,6 +32,7 @@ from cacheengine.residency.lower_index import LowerIndex
 from cacheengine.residency.pool_index import Holder, PoolEntry
 from cacheengine.residency.state import SHARDS
 from cacheengine.settings.engine_config import EngineConfig
+from cacheengine.step_meter import StepMeter
 from cacheengine.tiers.tier import LocalTier, SharedTier
 from warmroute_common import agent_protocol as wire
 from warmroute_common.keys import key64
@@ -88,6 +89,10 @@ class CacheEngine:
             raise ValueError(f"slots have {pool.slot_bytes} bytes, chunks {layout.chunk_bytes}")
         self.layout = layout
         self.incarnation = uuid.uuid4().hex
+        self.steps = StepMeter()
+        """What the model's steps take, added by the scheduler's thread."""
+        self.loads = BandwidthMeter()
+        """Loads from the pool to the GPU, added by the scheduler's thread."""
         self._pool = pool
         self._clock = clock
         self._closed = False
@@ -430,7 +435,12 @@ class CacheEngine:
         slots, each = self._pool.num_slots, self._pool.slot_bytes
         with self._lock as decider:
             used = len(decider.pool)
-            cpu = wire.TierInfo(capacity_bytes=slots * each, used_bytes=used * each)
+            cpu = wire.TierInfo(
+                capacity_bytes=slots * each,
+                used_bytes=used * each,
+                read_bytes_per_s=self.loads.bytes_per_s(),
+                read_bytes=self.loads.total_bytes,
+            )
             return {CPU: cpu, **self._io.info()}
 
     def stats(self) -> EngineStats:

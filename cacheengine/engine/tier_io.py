@@ -177,6 +177,7 @@ class TierIo:
             capacity_bytes=self.index.capacity_bytes,
             used_bytes=self.index.used_bytes,
             read_bytes_per_s=self._read_meter.bytes_per_s(),
+            read_bytes=self._read_meter.total_bytes,
             write_bytes_per_s=self._write_meter.bytes_per_s(),
         )
 

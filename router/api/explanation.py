@@ -185,17 +185,20 @@ def _by_name(tokens: Mapping[KvTier, int]) -> dict[str, int]:
 
 
 def _rates(rates: CostModel) -> dict[str, Any]:
-    """Return a replica's rates, by the names of the ``rates`` in the configuration."""
+    """Return a replica's rates, by the names of the ``rates`` in the configuration.
+
+    ``measured`` has, for each rate that is more than a start value, how much it was measured on:
+    tokens (prefill, attention, decode) or bytes.
+    """
+    prefill_s, attention_s = rates.seconds(CostPart.PREFILL), rates.seconds(CostPart.ATTENTION)
     return {
-        "answers": rates.observations,
         "base_s": rates.seconds(CostPart.BASE),
         "prefill_tokens_per_s": rates.per_second(CostPart.PREFILL),
-        "attention_doubles_at_tokens": rates.seconds(CostPart.PREFILL)
-        / rates.seconds(CostPart.ATTENTION),
-        "decode_slowdown": rates.seconds(CostPart.DECODE) / rates.seconds(CostPart.PREFILL),
+        "attention_doubles_at_tokens": prefill_s / attention_s if attention_s else None,
+        "decode_slowdown": rates.seconds(CostPart.DECODE) / prefill_s if prefill_s else 0.0,
         "cpu_load_bytes_per_s": rates.per_second(CostPart.LOAD),
         "disk_bytes_per_s": rates.per_second(CostPart.DISK),
         "remote_bytes_per_s": rates.per_second(CostPart.REMOTE),
         "peer_bytes_per_s": rates.per_second(CostPart.PEER),
-        "learned": [part.name.lower() for part in rates.learned()],
+        "measured": {part.name.lower(): rates.measured_on(part) for part in rates.measured()},
     }

@@ -144,8 +144,8 @@ def _rate_lines(candidates: list[dict[str, Any]]) -> list[str]:
     for quantile in ("p50", "p90"):
         columns[f"{quantile} off"] = [_off(each["predictions"], quantile) for each in candidates]
     return [
-        "Learned rates: prefill tokens/s, slowdown of a prefill by one running decode, bytes/s,",
-        "and the error of predictions. In brackets: not learned yet",
+        "Measured rates: prefill tokens/s, slowdown of a prefill by one running decode, bytes/s,",
+        "and the error of predictions. In brackets: start values",
         "",
         *_aligned(columns),
     ]
@@ -153,7 +153,7 @@ def _rate_lines(candidates: list[dict[str, Any]]) -> list[str]:
 
 def _rate(rates: dict[str, Any], part: str, text: str) -> str:
     # The space keeps digits below digits: other values end in a bracket.
-    return f"{text} " if part in rates["learned"] else f"({text})"
+    return f"{text} " if part in rates["measured"] else f"({text})"
 
 
 def _off(predictions: dict[str, Any] | None, quantile: str) -> str:
@@ -191,4 +191,4 @@ _RATES: Final[Sequence[tuple[str, str, str, Callable[[float], str]]]] = (
     ("remote B/s", "remote", "remote_bytes_per_s", _sized),
     ("copy B/s", "peer", "peer_bytes_per_s", _sized),
 )
-"""Column, what is learned, the rate's key in the answer, its format."""
+"""Column, what is measured, the rate's key in the answer, its format."""

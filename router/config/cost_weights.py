@@ -5,45 +5,19 @@ seeds that no tuning saw; `bench.proof` measures what each mechanism earns. User
 `admission.dispatch_ahead_s` and `admission.ageing` in ``router.yaml``; the rest is set here.
 """
 
-from dataclasses import dataclass, field
-from math import log
+from dataclasses import dataclass
 from typing import Final
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LearningWeights:
-    """How rates are learned from observed times to first token; see `router.fleet.cost_model`."""
+class CostWeights:
+    """What the cost model, the scorer, the picker and the admission weigh."""
 
     base_s: float = 0.01
-    """Seconds. Initial value of the fixed time per request; learned like the other rates."""
+    """Seconds. What a request takes besides its work: the servers' own time."""
     attention_tokens: float = 32_768.0
-    """Tokens. Initial value of the context length at which attention doubles the cost of a token:
+    """Tokens. Start value of the context length at which attention doubles the cost of a token:
     that of a model with 8 billion parameters and a width of 4096."""
-    noise: float = 0.1
-    """Variance of the logarithm of one observation: TTFTs scatter by about 30%."""
-    queue_noise: float = 1.0
-    """Standard deviation of the queue's error, as a share of the predicted queue: a request that
-    waited in a long queue says little about its own cost."""
-    tail: float = 4.0
-    """Degrees of freedom of the noise. With fewer, an outlier changes the rates less."""
-    drift: float = 0.002
-    """Variance that a rate gains with each observation that concerns it: replicas change."""
-    measured: float = 0.02
-    """Variance of a rate that the engine itself measured."""
-    kinship: float = 0.2
-    """Variance between replicas of one fleet: most are alike, some are half as fast."""
-    slight_slowdown: float = 1e-3
-    """Share. Initial decode slowdown where none is configured."""
-    freedom: float = log(1e4)
-    """Logarithm of the factor by which a rate may differ from its initial or measured value."""
-    other_work: float = 2.0
-    """Factor. A prefill that differs by more from the planned one is not used for learning."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CostWeights:
-    """What the scorer, the picker and the admission weigh."""
-
     least_behind: float = 0.02
     """Requests assumed to queue behind a request, at least: of two equal TTFTs the one that
     computes less is better."""
@@ -72,9 +46,6 @@ class CostWeights:
     """Tokens. A smaller copy says nothing about the rate: its fixed cost dominates."""
     copy_pause_s: float = 5.0
     """Seconds without copies from or to a replica after one failed."""
-    learns: bool = True
-    """Whether rates are learned from answers. Measured rates are used in any case."""
-    learning: LearningWeights = field(default_factory=LearningWeights)
 
 
 DEFAULT_WEIGHTS: Final = CostWeights()

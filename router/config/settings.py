@@ -141,7 +141,7 @@ class DiscoveryConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RatesConfig:
-    """Initial rates of the cost model. The router then learns each rate per replica."""
+    """Start values of the cost model's rates. Replicas then measure their own."""
 
     prefill_tokens_per_s: float = setting(8_000.0, above=0)
     """Prompt tokens that an otherwise idle replica computes per second."""

@@ -32,6 +32,12 @@ _CACHE_CONFIG: Final = "vllm:cache_config_info"
 """vLLM's gauge whose labels are its cache's settings; one for each engine of a replica."""
 
 _LOAD: Final = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+_PREFILL: Final = (
+    "vllm:request_prefill_time_seconds_sum",
+    "vllm:request_prefill_kv_computed_tokens_sum",
+)
+_LEAST_PREFILL_TOKENS: Final = 2048
+"""Fewer prefilled tokens say little about the speed."""
 
 
 async def fetch_models(
@@ -139,6 +145,31 @@ def kv_capacity(metrics: str) -> int | None:
     return tokens or None
 
 
+@dataclass(frozen=True, slots=True)
+class PrefillTotals:
+    """What vLLM has prefilled since its start, from the requests that have ended."""
+
+    seconds: float
+    tokens: float
+
+    @classmethod
+    def read(cls, metrics: str) -> "PrefillTotals":
+        """Return the sums over a server's engines from Prometheus' text; 0 if it tells none."""
+        sums = dict.fromkeys(_PREFILL, 0.0)
+        for line in metrics.splitlines():
+            name = line.partition("{")[0].partition(" ")[0]
+            if name in sums:
+                with suppress(ValueError):
+                    sums[name] += float(line.rpartition(" ")[2])
+        seconds, tokens = sums.values()
+        return cls(seconds, tokens)
+
+    def tokens_per_s_since(self, before: "PrefillTotals") -> float:
+        """Return the speed since an earlier reading; 0 if too little was computed for one."""
+        seconds, tokens = self.seconds - before.seconds, self.tokens - before.tokens
+        return tokens / seconds if seconds > 0 and tokens >= _LEAST_PREFILL_TOKENS else 0.0
+
+
 _FIRST_PROBES_S: Final = 1.0
 """How long the router's start waits for the first probes; its port is open after that."""
 _SILENT_PROBES: Final = 3
@@ -156,6 +187,8 @@ class _Watched:
     silent_probes: int = 0
     probes: int = 0
     task: asyncio.Task[None] | None = None
+    prefills: PrefillTotals | None = None
+    """As read last."""
 
     @property
     def config(self) -> ReplicaConfig:
@@ -261,7 +294,7 @@ class HealthMonitor:
         if not watched.up or watched.probes % _MODELS_EVERY_PROBES == 0:
             # Before it is called up: its first request finds its model known.
             await self._ask_models(watched.replica)
-            await self._ask_kv_capacity(watched.replica)
+            await self._ask_metrics(watched)
         if self._asks_load:
             await self._ask_load(watched.replica)
         watched.probes += 1
@@ -323,17 +356,33 @@ class HealthMonitor:
             {each.id for each in self._watched if self._prompts.differs(each.config.url)}
         )
 
-    async def _ask_kv_capacity(self, replica: Replica) -> None:
+    async def _ask_metrics(self, watched: _Watched) -> None:
+        replica = watched.replica
         config = replica.config
         timeout_s = self._timeouts.health_timeout_s
         metrics = await fetch(self._session, config, "/metrics", timeout_s=timeout_s)
+        if metrics is None:
+            return
+        text = metrics.decode(errors="replace")
+        self._note_prefills(watched, text)
         try:
-            tokens = None if metrics is None else kv_capacity(metrics.decode(errors="replace"))
+            tokens = kv_capacity(text)
         except ValueError as error:
             log.debug("%s does not tell its KV memory: %s", config.name, describe(error))
             return
         if tokens is not None:
             self._fleet.set_kv_capacity(replica.id, tokens)
+
+    def _note_prefills(self, watched: _Watched, metrics: str) -> None:
+        """Measure the speed of a server without an engine of ours; that one measures better."""
+        if watched.config.agent_url is not None:
+            return
+        now, before = PrefillTotals.read(metrics), watched.prefills
+        if before is None or now.tokens < before.tokens:  # the first reading, or it has restarted
+            watched.prefills = now
+        elif per_s := now.tokens_per_s_since(before):
+            watched.prefills = now
+            watched.replica.rates.report_prefill(per_s, now.tokens)
 
     async def _ask_load(self, replica: Replica) -> None:
         timeout_s = self._timeouts.health_timeout_s

@@ -1,4 +1,4 @@
-"""What a request costs at a replica, in seconds, and how the rates are learned.
+"""What a request costs at a replica, in seconds, by rates that are measured where the work happens.
 
 Every part of a time to first token (TTFT) is an amount of `Work` times the seconds per unit that
 `CostModel` holds for the replica::
@@ -10,39 +10,39 @@ Every part of a time to first token (TTFT) is an amount of `Work` times the seco
 
 The context is the mean one of the new tokens, ``matched + new / 2``.
 
-**Learning.** The seconds per unit are kept as a vector x of logarithms, so that none becomes
-negative. A covariance matrix P says how uncertain each one is, and which of them can explain the
-same observation. With s the parts' shares of the predicted TTFT, and w the share of the queue, one
-observation corrects all parts at once, as an extended Kalman filter does::
+**Where rates come from.** Each rate starts at a configured value and is used from the first request
+on. A replica's agent reports what its engine measures: the scheduler's steps, loads, reads from
+disk and remote. Stock vLLM reports its prefills in its metrics. For a server that reports neither,
+one number is fitted: how much longer than predicted a prefill takes that no other one delays. No
+rate is inferred from a whole TTFT, because the sum does not tell its parts apart.
 
-    e  = log(observed / predicted)
-    U  = s' P s                          variance of the prediction
-    N  = noise + (queue_noise w)^2       variance of the observation
-    N' = N (4 + e^2 / (U + N)) / 5       larger for an outlier
-    x += P s e / (U + N')
-    P -= P s s' P / (U + N')
-
-N' makes the filter robust: an outlier counts as noise (Student's t with 4 degrees of freedom). The
-covariance separates the cost of a token from the cost of its context and of concurrent decodes:
-with variances alone that took hundreds of requests, and long prompts were predicted wrongly
-until then.
-
-The share of the queue corrects no rate. All requests that wait behind one slow prefill would
-repeat the same error: in a model of a replica at 70% load that moved the rates without bound.
-The error of the queue is not assigned to the other parts either: the larger the share of the queue,
-the noisier the observation. Without that, queues longer than predicted made the learned load
-several times too slow.
+**No belief cuts off its own evidence.** A rate of disk or remote that made the router stop using
+the tier would never be measured again. So `CostModel.tick` returns to the start value of a way of
+fetching that was not measured for a minute, and the scorer uses a tier of unknown speed.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from math import ceil, exp, log, sqrt
+from math import ceil, exp, inf
+from statistics import median
 from typing import Final
 
-from router.config.cost_weights import DEFAULT_WEIGHTS, CostWeights, LearningWeights
+from router.config.cost_weights import DEFAULT_WEIGHTS, CostWeights
 from router.config.settings import RatesConfig
+from warmroute_common.agent_protocol import ComputeRates
+
+_KNOWN_TICKS: Final = 60
+"""Seconds after which a rate of fetching that was not measured again counts as not known."""
+_COPY_KEPT: Final = 0.75
+"""Weight of a copy after the next one."""
+_ALONE_KEPT: Final = 9
+"""Prefills of which the median is taken, for a server that reports no rates."""
+_LEAST_ALONE_TOKENS: Final = 256
+"""A shorter prefill says little about the time of a token."""
+_MOST_CORRECTION: Final = 1000.0
+"""Factor by which the fitted time of a token differs from its start value at most."""
 
 
 class CostPart(IntEnum):
@@ -64,6 +64,9 @@ class CostPart(IntEnum):
     """A byte, from a remote store to CPU RAM."""
     PEER = 7
     """A byte, from another replica to CPU RAM."""
+
+
+_FETCHES: Final = (CostPart.DISK, CostPart.REMOTE, CostPart.PEER)
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen: many are made for each decision
@@ -154,47 +157,55 @@ class Cost:
         return self.base_s + max(self.queue_s, self.fetched_s) + self.busy_s
 
 
-_PARTS: Final = tuple(CostPart)
-
-
 class CostModel:
-    """One replica's rates: predicts the cost of a request; starts from the configured rates."""
+    """One replica's seconds per unit of work: measured ones, and start values for the others."""
 
-    def __init__(
-        self, config: RatesConfig, learning: LearningWeights = DEFAULT_WEIGHTS.learning
-    ) -> None:
-        self._learning = learning
+    def __init__(self, config: RatesConfig, weights: CostWeights = DEFAULT_WEIGHTS) -> None:
         per_token_s = 1 / config.prefill_tokens_per_s
-        self._start = [
-            log(self._learning.base_s),
-            log(per_token_s),
-            log(per_token_s / self._learning.attention_tokens),
-            log(per_token_s * max(config.decode_slowdown, self._learning.slight_slowdown)),
-            -log(config.cpu_load_bytes_per_s),
-            -log(config.disk_bytes_per_s),
-            -log(config.remote_bytes_per_s),
-            -log(config.peer_bytes_per_s),
-        ]
-        self._log = list(self._start)
-        self._covariance = [[float(row == column) for column in CostPart] for row in CostPart]
-        self._seconds = [exp(value) for value in self._log]
-        self.observations = 0
+        self._start = (
+            weights.base_s,
+            per_token_s,
+            per_token_s / weights.attention_tokens,
+            per_token_s * config.decode_slowdown,
+            1 / config.cpu_load_bytes_per_s,
+            1 / config.disk_bytes_per_s,
+            1 / config.remote_bytes_per_s,
+            1 / config.peer_bytes_per_s,
+        )
+        self._seconds = list(self._start)
+        self._measured_on: dict[CostPart, float] = {}
+        """By part, how much it was measured on: bytes, tokens or requests, a number that grows."""
+        self._age: dict[CostPart, int] = {}
+        """How many ticks ago that grew last; without an entry the rate is a start value."""
+        self._copied = (0.0, 0.0)
+        """Bytes and seconds of the last copies."""
+        self._reports_compute = False
+        self._alone: deque[float] = deque(maxlen=_ALONE_KEPT)
 
     def per_second(self, part: CostPart) -> float:
-        """Return a rate: units (tokens, bytes, ...) per second."""
-        return 1 / self._seconds[part]
+        """Return a rate: units (tokens, bytes, ...) per second, infinite for a unit of no time."""
+        seconds = self._seconds[part]
+        return 1 / seconds if seconds else inf
 
     def seconds(self, part: CostPart) -> float:
         """Return the seconds that a unit (token, byte, ...) takes."""
         return self._seconds[part]
 
     def knows(self, part: CostPart) -> bool:
-        """Whether a rate was learned or measured, and is more than its initial value."""
-        return self._covariance[part][part] < 0.5
+        """Whether a rate was measured, and is more than its start value."""
+        return part in self._age
 
-    def learned(self) -> dict[CostPart, float]:
+    def measured(self) -> dict[CostPart, float]:
         """Return the units per second of the rates that `knows` confirms."""
-        return {part: self.per_second(part) for part in CostPart if self.knows(part)}
+        return {
+            part: self.per_second(part)
+            for part in CostPart
+            if self.knows(part) and self._seconds[part]
+        }
+
+    def measured_on(self, part: CostPart) -> float:
+        """Return how much a rate was measured on: bytes, tokens or requests."""
+        return self._measured_on.get(part, 0.0)
 
     def cost(self, work: Work) -> Cost:
         """Return the predicted cost of a request."""
@@ -218,107 +229,97 @@ class CostModel:
             + seconds[CostPart.DECODE] * work.new_tokens * work.decoding,
         )
 
-    def observe(self, work: Work, ttft_s: float) -> None:
-        """Learn from the observed TTFT of a request (ignored unless positive)."""
-        if ttft_s <= 0:
+    def report(self, part: CostPart, per_second: float, measured_on: float) -> None:
+        """Set a rate that was measured where the work happens; 0: nothing was measured yet.
+
+        ``measured_on`` is how much it was measured on since the start. If it has not grown, this is
+        an old measurement.
+        """
+        if 0 < per_second < inf and measured_on != self._measured_on.get(part):
+            self._seconds[part] = 1 / per_second
+            self._measured_on[part] = measured_on
+            self._age[part] = 0
+
+    def report_compute(self, rates: ComputeRates) -> None:
+        """Set the rates of computing, as an engine measured them on its scheduler's steps."""
+        self._reports_compute = True
+        for part, seconds in (
+            (CostPart.PREFILL, rates.prefill_token_s),
+            (CostPart.ATTENTION, rates.attended_token_s),
+            (CostPart.DECODE, rates.decode_token_s),
+        ):
+            self._seconds[part] = seconds
+            self._measured_on[part] = rates.tokens
+            self._age[part] = 0
+        self._seconds[CostPart.BASE] = self._start[CostPart.BASE] + rates.step_s
+
+    def report_prefill(self, tokens_per_s: float, tokens: float) -> None:
+        """Set the rate at which a server without an engine of ours says that it prefills.
+
+        ``tokens`` is how many it has computed since its start.
+        """
+        if 0 < tokens_per_s < inf:
+            self._reports_compute = True
+            self._scale_compute(1 / tokens_per_s / self._start[CostPart.PREFILL], tokens)
+
+    def _scale_compute(self, factor: float, measured_on: float) -> None:
+        """Multiply the start values of computing by ``factor``."""
+        for part in (CostPart.PREFILL, CostPart.ATTENTION, CostPart.DECODE):
+            self._seconds[part] = factor * self._start[part]
+            self._measured_on[part] = measured_on
+            self._age[part] = 0
+
+    def note_alone(self, work: Work, ttft_s: float) -> None:
+        """Fit the time of a token to a prefill that no other one delayed.
+
+        Only for a replica that reports nothing about computing. A prefill with loads or fetches
+        says nothing: their own time is not known well enough.
+        """
+        is_plain = not (work.load_bytes or work.disk_bytes or work.remote_bytes or work.peer_bytes)
+        if self._reports_compute or not is_plain or work.new_tokens < _LEAST_ALONE_TOKENS:
             return
-        cost = self.cost(work)
-        queue_deviation = self._learning.queue_noise * cost.queued_s / cost.ttft_s
-        noise = self._learning.noise + queue_deviation**2
-        self._learn(self._shares(work, cost), log(ttft_s / cost.ttft_s), noise)
-        self.observations += 1
+        start = self._start
+        expected_s = (
+            start[CostPart.PREFILL] * work.new_tokens
+            + start[CostPart.ATTENTION] * work.attended
+            + start[CostPart.DECODE] * work.new_tokens * work.decoding
+        )
+        self._alone.append(max(0.0, ttft_s - start[CostPart.BASE]) / expected_s)
+        factor = min(_MOST_CORRECTION, max(1 / _MOST_CORRECTION, median(self._alone)))
+        self._scale_compute(factor, self.measured_on(CostPart.PREFILL) + 1)
 
-    def observe_rate(self, part: CostPart, per_second: float) -> None:
-        """Learn from one direct observation of a rate (ignored unless positive)."""
-        if per_second > 0:
-            error = -log(per_second) - self._log[part]
-            self._learn({part: 1.0}, error, self._learning.noise)
+    def note_copy(self, nbytes: int, seconds: float) -> None:
+        """Measure the rate of copies from other replicas; later copies count more."""
+        copied_bytes, copied_s = self._copied
+        self._copied = (_COPY_KEPT * copied_bytes + nbytes, _COPY_KEPT * copied_s + seconds)
+        per_second = self._copied[0] / self._copied[1]
+        measured_on = self.measured_on(CostPart.PEER) + nbytes
+        self.report(CostPart.PEER, per_second, measured_on)
 
-    def measured(self, part: CostPart, per_second: float) -> None:
-        """Set a rate that the engine measured (0.0: nothing was measured)."""
-        if per_second > 0:
-            self._start[part] = -log(per_second)
-            self._restart(part, self._start[part], self._learning.measured)
+    def tick(self) -> None:
+        """Forget the speed of a way of fetching that was not measured for a minute; once a second.
 
-    def take_over(self, other: "CostModel") -> None:
-        """Start from the rates of another model, with more variance; rates measured here stay."""
-        for part in CostPart:
-            if self._covariance[part][part] > self._learning.measured:
-                variance = min(1.0, other._covariance[part][part] + self._learning.kinship)
-                self._restart(part, other._log[part], variance)
+        The start value counts again then.
+        """
+        for part in _FETCHES:
+            if part not in self._age:
+                continue
+            self._age[part] += 1
+            if self._age[part] > _KNOWN_TICKS:
+                del self._age[part]
+                self._seconds[part] = self._start[part]
+                if part is CostPart.PEER:
+                    self._copied = (0.0, 0.0)
 
-    def _restart(self, part: CostPart, value: float, variance: float) -> None:
-        """Set a rate, and make it independent of the others."""
-        self._set(part, value)
-        for other in CostPart:
-            self._covariance[part][other] = self._covariance[other][part] = 0.0
-        self._covariance[part][part] = variance
-
-    def _learn(self, shares: dict[CostPart, float], error: float, noise: float) -> None:
-        """Correct the rates by the logarithm of observed / predicted; see the module."""
-        covariance = self._covariance
-        each_share = tuple(shares.items())
-        with_shares = []
-        # Plain loops: this runs for every streamed answer, and a generator per row was slower.
-        for row in covariance:
-            total = 0.0
-            for part, share in each_share:
-                total += row[part] * share
-            with_shares.append(total)
-        uncertain = sum(with_shares[part] * share for part, share in shares.items())
-        surprise = error**2 / (uncertain + noise)
-        spread = uncertain + noise * (self._learning.tail + surprise) / (self._learning.tail + 1)
-        for part, moved in zip(_PARTS, with_shares, strict=True):
-            if moved:
-                self._set(part, self._log[part] + moved * error / spread)
-                gain = moved / spread
-                row = covariance[part]
-                covariance[part] = [
-                    each - gain * other for each, other in zip(row, with_shares, strict=True)
-                ]
-        for part, share in shares.items():
-            self._drift(part, share)
-
-    def _drift(self, part: CostPart, share: float) -> None:
-        """Increase the variance of a rate, up to the initial one."""
-        row = self._covariance[part]
-        row[part] += self._learning.drift * share
-        if row[part] > 1.0:
-            shrink = 1 / sqrt(row[part])
-            for other in _PARTS:
-                row[other] *= shrink
-                self._covariance[other][part] = row[other]
-            row[part] = 1.0
-
-    def _shares(self, work: Work, cost: Cost) -> dict[CostPart, float]:
-        """Return the share of the predicted TTFT of each part; the queue is not a part."""
-        seconds, total_s = self._seconds, cost.ttft_s
-        amounts = {
-            CostPart.BASE: 1.0,
-            CostPart.PREFILL: work.new_tokens,
-            CostPart.ATTENTION: work.attended,
-            CostPart.DECODE: work.new_tokens * work.decoding,
-            CostPart.LOAD: work.load_bytes,
-        }
-        if work.reads_late or cost.fetched_s > cost.queue_s:
-            amounts |= {
-                CostPart.DISK: work.disk_bytes,
-                CostPart.REMOTE: work.remote_bytes,
-                CostPart.PEER: work.peer_bytes,
-            }
-        return {
-            part: seconds[part] * amount / total_s for part, amount in amounts.items() if amount
-        }
-
-    def _set(self, part: CostPart, value: float) -> None:
-        start = self._start[part]
-        value = min(start + self._learning.freedom, max(start - self._learning.freedom, value))
-        self._log[part] = value
-        self._seconds[part] = exp(value)
+    def take_over(self, known: "Mapping[CostPart, CostModel]") -> None:
+        """Use other replicas' measurements for the rates that were not measured here."""
+        for part, other in known.items():
+            if part not in self._age:
+                self._seconds[part] = other._seconds[part]
 
     def __repr__(self) -> str:
         rates = " ".join(f"{part.name.lower()}={self.per_second(part):.4g}" for part in CostPart)
-        return f"<CostModel {rates} after {self.observations}>"
+        return f"<CostModel {rates}>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -176,6 +176,13 @@ class Decision:
         return self.picked.prefetch_gain_s if self.prefetch_keys else 0.0
 
     @property
+    def staged_tokens(self) -> int:
+        """Tokens whose KV is brought to the replica's CPU RAM before the request is sent."""
+        tokens = sum(self.matched_tokens.get(tier, 0) for tier in SLOW_TIERS)
+        source = self.picked.source
+        return (tokens if self.prefetch_keys else 0) + (source.tokens if source else 0)
+
+    @property
     def is_staged(self) -> bool:
         """Whether KV must be brought to the replica's CPU RAM before the request is sent."""
         return bool(self.prefetch_keys) or self.copy is not None

@@ -10,7 +10,7 @@ from typing import Final
 
 from router.config.cost_weights import DEFAULT_WEIGHTS, CostWeights
 from router.config.settings import ReplicaConfig, RouterConfig
-from router.fleet.cost_model import CostPart, RecentWork
+from router.fleet.cost_model import RecentWork
 from router.fleet.decision import Decision
 from router.fleet.in_flight import PrefillTracker, Ticket
 from router.fleet.replica import Replica, Replicas, ReplicaState, Signal
@@ -86,6 +86,7 @@ class Fleet:
         """Apply what has become due; to be called about once a second."""
         self.prefills.pass_time(now_s)
         self.index.tick(now_s)
+        self.replicas.tick()
         self.replicas.release(self.index.is_clear, now_s)
 
     def home(self, session: str | None, now_s: float) -> Replica | None:
@@ -260,7 +261,7 @@ class Fleet:
         replica = self.replicas[replica_id]
         least_bytes = self.weights.least_telling_copy_tokens * replica.kv_bytes_per_token
         if nbytes >= least_bytes and seconds > 0:
-            replica.rates.observe_rate(CostPart.PEER, nbytes / seconds)
+            replica.rates.note_copy(nbytes, seconds)
 
     def copy_failed(self, replica_id: str, now_s: float) -> None:
         """Note that a copy failed: pause copies from and to that replica."""

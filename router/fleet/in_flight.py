@@ -1,4 +1,4 @@
-"""One request in flight: its phases, and what is learned from it.
+"""One request in flight: its phases, and what it shows about its replica.
 
 A `Ticket` is counted once at its start and released once at its end. The first token of an answer
 that is not streamed is not seen: its headers come with its last token. `PrefillTracker` ends the
@@ -9,13 +9,13 @@ prefill that never ends.
 
 import heapq
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from enum import StrEnum
 from math import inf
 from types import MappingProxyType
 from typing import Final
 
 from router.config.cost_weights import CostWeights
+from router.fleet.cost_model import CostPart
 from router.fleet.decision import Decision
 from router.fleet.replica import Replicas
 from router.index.prefix_index import PrefixIndex, SpeculativeEntry
@@ -60,6 +60,9 @@ NEXT_PHASE: Final[Mapping[tuple[Phase, PhaseEvent], Phase]] = MappingProxyType(
 )
 """The next phase; a pair that is not listed changes nothing."""
 
+_SHARED_AT_ONCE: Final = 16
+"""First measurements of a replica that count for the others at once, and not at the next tick: an
+unknown replica would look faster than this one."""
 _WAITING: Final = frozenset({Phase.FETCHING, Phase.PREFILLING})
 """Phases before the first token."""
 
@@ -121,9 +124,12 @@ class Ticket:
         # The replica computes nothing of a request whose KV is being fetched: counted as work
         # before others, it held them in the router while replicas were idle.
         self.phase = Phase.FETCHING
-        if decision.is_staged:
+        self._staged_tokens = decision.staged_tokens
+        replica.staged_tokens += self._staged_tokens
+        if self._cost.fetch_s:
+            # Staged or not: a replica reads one request's KV after the other's.
             self._ready_s = replica.fetch(self._cost.fetch_s, now_s)
-        else:
+        if not decision.is_staged:
             self._move(PhaseEvent.SENT, now_s)
 
     def sent(self, now_s: float, *, is_staged: bool = True) -> None:
@@ -150,7 +156,7 @@ class Ticket:
         """Note that the answer has begun; later calls change nothing.
 
         ``streamed``: whether this was the first token. The headers of an answer that is not
-        streamed come with its last token, and are not used for learning.
+        streamed come with its last token.
         ``lag_s``: time that the router itself took to send the request, without intended waits.
         """
         if self.phase is Phase.ENDED or self._has_begun:
@@ -171,7 +177,7 @@ class Ticket:
         cached_tokens: int | None = None,
         output_tokens: int | None = None,
     ) -> None:
-        """Release the request and learn from it; later calls change nothing.
+        """Release the request; later calls change nothing.
 
         The numbers of tokens are those of the replica's ``usage``, if it reports them.
         """
@@ -193,10 +199,9 @@ class Ticket:
                 ttft_s = now_s - self.started_s
             self._note_answer(now_s)
             if ttft_s is not None:
-                # The error counts whatever caused it, also a wrong match and rates not learned
-                # yet; the rates learn from what is known now.
+                # The error counts whatever caused it, also a wrong match.
                 self.replica.errors.note(self._predicted_ttft_s, ttft_s)
-                self._learn(cached_tokens, ttft_s)
+                self._note_alone(cached_tokens, ttft_s)
 
     # --- phases
 
@@ -210,6 +215,7 @@ class Ticket:
         replica.fetching -= before is Phase.FETCHING
         if before in _WAITING and after not in _WAITING:
             replica.waiting -= 1
+            replica.staged_tokens -= self._staged_tokens
             if self._prefills is not None and self._is_tracked:
                 self._prefills.remove(self)
         if after is Phase.PREFILLING:
@@ -250,7 +256,7 @@ class Ticket:
         self._move(event, now_s)
         self._leave_prefill(now_s, just_now=event is PhaseEvent.PROMPT_STORED)
 
-    # --- learning
+    # --- what it shows about its replica
 
     def _note_answer(self, now_s: float) -> None:
         """Note how long the answer took after its prefill, if the end of the prefill is known."""
@@ -259,22 +265,16 @@ class Ticket:
         elif self._stored_s is not None:
             self.replica.note_answer(now_s - self._stored_s)
 
-    def _learn(self, cached_tokens: int | None, ttft_s: float) -> None:
-        if not self._weights.learns:
-            return
+    def _note_alone(self, cached_tokens: int | None, ttft_s: float) -> None:
+        """Let the rates use the TTFT of a request that no other one delayed."""
         work = self._work
-        planned = work.new_tokens
         if cached_tokens is not None:
             work = work.with_cached(cached_tokens, self.replica.kv_bytes_per_token)
-        low, high = sorted((planned, work.new_tokens))
-        if not self._was_alone and high > self._weights.learning.other_work * low:
-            # In a burst of one prompt, one request may compute what it should have waited for, and
-            # another wait for what it should have computed: their queues were not predicted.
-            # Learning from them would make prefills look twice as fast, or as slow.
-            return
-        queue_s = max(0.0, work.queue_s - self._lag_s)
-        self.replica.rates.observe(replace(work, queue_s=queue_s), ttft_s - self._lag_s)
-        self._replicas.teach(self.replica)
+        if self._was_alone and not work.queue_s:
+            rates = self.replica.rates
+            rates.note_alone(work, ttft_s - self._lag_s)
+            if rates.measured_on(CostPart.PREFILL) <= _SHARED_AT_ONCE:
+                self._replicas.share_rates(rates)
 
     def __repr__(self) -> str:
         return f"<Ticket {self.replica.id} {self.phase}>"

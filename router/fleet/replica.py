@@ -38,8 +38,6 @@ _UNKNOWN_KEYS: Final = (
 _KEPT_S: Final = 120.0
 """A removed replica is found by its ids for this long at least: longer than any prefetch or copy
 runs that uses an id."""
-_TEACH_EACH: Final = 64
-"""Answers of a replica that are each passed on to unknown replicas; later ones rarely."""
 
 
 class ReplicaState(StrEnum):
@@ -123,6 +121,8 @@ class Replica:
     """Fingerprint of its chunks: only replicas with equal ones can exchange chunks."""
     max_staged_tokens: float = inf
     """How many tokens of one prompt it can bring through its CPU RAM to the GPU."""
+    staged_tokens: int = 0
+    """Tokens brought to its CPU RAM, or under way, for requests without a first token."""
     no_copies_until_s: float = 0.0
     """No copies from or to it until then, since one failed."""
     rests: bool = False
@@ -180,7 +180,7 @@ class Replica:
             serial=serial,
             config=config,
             weights=weights,
-            rates=CostModel(rates, weights.learning),
+            rates=CostModel(rates, weights),
             recent=RecentWork(weights),
             kv_bytes_per_token=rates.kv_bytes_per_token,
         )
@@ -231,6 +231,10 @@ class Replica:
         """Whether it has an agent that has answered."""
         return self.incarnation is not None
 
+    def can_stage(self, tokens: int) -> bool:
+        """Whether its CPU RAM can take these tokens too, and keep them until they are used."""
+        return self.staged_tokens + tokens <= self.max_staged_tokens
+
     def can_give(self, now_s: float) -> bool:
         """Whether other replicas can copy chunks from it."""
         return self.transfer_port is not None and self.no_copies_until_s <= now_s
@@ -255,7 +259,9 @@ class Replica:
         self.capacity_bytes = {name: each.capacity_bytes for name, each in info.tiers.items()}
         for tier, part in _MEASURED_TIERS.items():
             if measured := info.tiers.get(tier.value):
-                self.rates.measured(part, measured.read_bytes_per_s)
+                self.rates.report(part, measured.read_bytes_per_s, measured.read_bytes)
+        if info.compute is not None:
+            self.rates.report_compute(info.compute)
         return restarted
 
     def check_shape(self, first: FirstBlocks) -> bool:
@@ -374,7 +380,6 @@ class Replicas(dict[str, Replica]):
         """When each was first seen to be removed."""
         self._serials = 0
         self._free_slots: list[int] = []
-        self._teacher_observations = 0
 
     def __missing__(self, replica_id: str) -> Replica:
         return self._former[replica_id]
@@ -394,7 +399,7 @@ class Replicas(dict[str, Replica]):
     # --- coming and going
 
     def add(self, config: ReplicaConfig, rates: RatesConfig, weights: CostWeights) -> Replica:
-        """Add a replica, which starts with the rates that the others have learned.
+        """Add a replica.
 
         Raises ValueError if another is configured with that name. A replica that only got the name
         from its agent gets its configured name back.
@@ -407,9 +412,6 @@ class Replicas(dict[str, Replica]):
         replica = Replica.new(slot, config, rates, weights, serial=self._serials)
         self._serials += 1
         self[replica.id] = self._by_serial[replica.serial] = replica
-        teacher = max(self.values(), key=lambda each: each.rates.observations)
-        if teacher.rates.observations:
-            replica.rates.take_over(teacher.rates)
         self.changed()
         return replica
 
@@ -499,20 +501,24 @@ class Replicas(dict[str, Replica]):
 
     # --- rates
 
-    def teach(self, teacher: Replica) -> None:
-        """Copy a replica's rates to the replicas that have not answered yet.
+    def share_rates(self, measured: CostModel) -> None:
+        """Use rates that were just measured for all replicas that have not measured them."""
+        known = dict.fromkeys(measured.measured(), measured)
+        for each in self.values():
+            each.rates.take_over(known)
+
+    def tick(self) -> None:
+        """Forget old measurements, and give each replica the others' for what it has not measured.
 
         Otherwise an unknown replica would look faster than a known one, and get prompts whose KV
-        the other holds. Of several teachers the one with the most answers counts.
+        the other holds.
         """
-        count = teacher.rates.observations
-        rarely = count > _TEACH_EACH and count & (count - 1)  # then at 128, 256, ...
-        if rarely or count < self._teacher_observations:
-            return
-        self._teacher_observations = count
+        known: dict[CostPart, CostModel] = {}
         for each in self.values():
-            if each is not teacher and not each.rates.observations:
-                each.rates.take_over(teacher.rates)
+            each.rates.tick()
+            known |= dict.fromkeys(each.rates.measured(), each.rates)
+        for each in self.values():
+            each.rates.take_over(known)
 
     def check(self) -> None:
         """Raise AssertionError if the replicas contradict each other."""

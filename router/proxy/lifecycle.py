@@ -184,8 +184,13 @@ class RequestLifecycle:
     # Read, admit, place, stage
 
     async def read(self, asked: ParsedRequest, record: RequestRecord) -> PromptKeyCache:
-        """Render and tokenize the prompt; return its keys, which are computed when asked for."""
+        """Render and tokenize the prompt; return its keys, which are computed when asked for.
+
+        Raises `RateLimitedError` before that if the request would be refused in any case.
+        """
         record.model = asked.model
+        if asked.has_prompt and self.bound_to(asked) is None:
+            self._admission.refuse_if_full(record.key)
         began_s = time.monotonic()
         prompt_keys = PromptKeyCache(await self._prompt(asked))
         record.read_s = time.monotonic() - began_s
@@ -223,6 +228,7 @@ class RequestLifecycle:
         failed = tuple(each.replica_id for each in record.failed_tries[forgiven:])
         request = replace(
             self._to_place(asked, prompt_keys),
+            client=record.key,
             exclude=failed,
             among=among,
             streamed=asked.streamed and sees_tokens,

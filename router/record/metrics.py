@@ -101,10 +101,9 @@ _GAUGES: Final = {
         "Median of observed / predicted TTFT: above 1 they come later than predicted",
         ["replica"],
     ),
-    "learned_rate": (
-        "What a replica was seen to do per second: tokens (prefill), bytes (load, disk, "
-        "remote, peer), tokens x context tokens (attention), tokens x decodes (decode), "
-        "requests (base)",
+    "measured_rate": (
+        "What a replica measured that it does per second: tokens (prefill), bytes (load, disk, "
+        "remote, peer), tokens x context tokens (attention), tokens x decodes (decode)",
         ["replica", "part"],
     ),
     "table_entries": ("Entries in the router's bounded tables", ["table"]),
@@ -228,8 +227,8 @@ class Metrics(Collector):
             )
             openings.add_metric([each.id], each.breaker.openings)
             show("in_flight", each.in_flight, each.id)
-            for part, per_second in each.rates.learned().items():
-                show("learned_rate", per_second, each.id, part.name.lower())
+            for part, per_second in each.rates.measured().items():
+                show("measured_rate", per_second, each.id, part.name.lower())
             if (errors := each.errors.figures()) is not None:
                 show("ttft_prediction_bias", errors.bias, each.id)
                 for unit, values in (("ratio", errors.ratio), ("seconds", errors.seconds)):

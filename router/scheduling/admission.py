@@ -17,6 +17,7 @@ A request enters and leaves in one of these ways:
 
 import asyncio
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
@@ -40,6 +41,8 @@ _RECHECK_S: Final = 0.25
 where a request would go."""
 _DISPATCH_GAP_S: Final = 0.005
 """Shortest time between dispatches: queues shorten in bursts, and replicas have work until then."""
+_RETRY_AFTER_KEPT_S: Final = 1.0
+"""How long a computed ``Retry-After`` is given to all that are refused."""
 _IDLE_GAP: Final = 10.0
 """Shortest time after a dispatch that admitted nobody, in multiples of its duration: scanning a
 long queue takes at most a tenth of the time."""
@@ -68,18 +71,24 @@ class WaitingQueue:
     """Waiting requests, shortest first; waiting makes up for length. At most ``max_waiting``.
 
     The order is that of ``service_s - ageing * waited_s``. All age alike, so two requests never
-    change places by waiting: the order is kept, not computed. No request starves: only requests
-    that arrive within ``service_s / ageing`` seconds after it can overtake it.
+    change places by waiting: the order is kept, not computed. No request starves: a service counts
+    as ``ageing * max_wait_s / 2`` at most. So only requests that arrive in the first half of the
+    time that it may wait can overtake it.
+
+    A client's key may hold the whole queue, until another key wants a place: then the last request
+    of the key that holds most makes room.
     """
 
     # Two sorted lists. Up to 1,000 requests they are 1.4 to 2.6 times faster than sortedcontainers'
     # SortedList for a change and 1.3 to 3.6 times faster for a full read
     # (docs/decisions/waiting-queue-sorted-lists.md).
 
-    def __init__(self, max_waiting: int, ageing: float) -> None:
+    def __init__(self, max_waiting: int, ageing: float, max_wait_s: float = inf) -> None:
         """``ageing``: seconds of service that a second of waiting makes up for; above 0."""
         self._max_waiting = max_waiting
         self._ageing = ageing
+        self._longest_s = ageing * max_wait_s / 2
+        self._by_client: Counter[str | None] = Counter()
         self._added = 0
         # The numbers are unique: requests themselves are never compared.
         self._order: list[tuple[float, int, WaitingRequest]] = []
@@ -93,9 +102,31 @@ class WaitingQueue:
         """The earliest deadline; infinite if nobody waits."""
         return self._deadlines[0][0] if self._deadlines else inf
 
+    @property
+    def is_full(self) -> bool:
+        """Whether every place is taken."""
+        return len(self) >= self._max_waiting
+
+    def has_place(self, client: str | None) -> bool:
+        """Whether a request of a client would find a place, if need be that of another client."""
+        return not self.is_full or self._greediest(client) is not None
+
+    def make_room(self, client: str | None) -> WaitingRequest | None:
+        """Remove and return the request that makes room in a full queue, if one has to."""
+        if not self.is_full or (greedy := self._greediest(client)) is None:
+            return None
+        last = next(each for *_, each in reversed(self._order) if each.request.client == greedy[0])
+        self.remove(last)
+        return last
+
+    def _greediest(self, client: str | None) -> tuple[str | None] | None:
+        """Return the client that holds most places, if that is more than this one would hold."""
+        ((greedy, places),) = self._by_client.most_common(1) or [(None, 0)]
+        return (greedy,) if places > self._by_client[client] + 1 else None
+
     def add(self, waiting: WaitingRequest) -> bool:
         """Add a request; return False, and change nothing, if the queue is full."""
-        if len(self) >= self._max_waiting:
+        if self.is_full:
             return False
         self._added += 1
         waiting.number = self._added
@@ -119,9 +150,13 @@ class WaitingQueue:
     def remove(self, waiting: WaitingRequest) -> bool:
         """Remove a request; return whether it still waited."""
         key = self._key(waiting.service_s, waiting.arrived_s)
-        return _take(self._order, key, waiting) and _take(
-            self._deadlines, waiting.deadline_s, waiting
-        )
+        if not _take(self._order, key, waiting):
+            return False
+        client = waiting.request.client
+        self._by_client[client] -= 1
+        if not self._by_client[client]:
+            del self._by_client[client]
+        return _take(self._deadlines, waiting.deadline_s, waiting)
 
     def expired(self, now_s: float) -> Sequence[WaitingRequest]:
         """Remove and return the requests whose deadline has passed, the earliest first."""
@@ -137,12 +172,14 @@ class WaitingQueue:
         assert self._deadlines == sorted(self._deadlines)
         assert {each for *_, each in self._order} == {each for *_, each in self._deadlines}
         assert len(self) == len(self._deadlines) <= self._max_waiting
+        assert self._by_client == Counter(each.request.client for *_, each in self._order)
 
     def _key(self, service_s: float, arrived_s: float) -> float:
-        return service_s + self._ageing * arrived_s
+        return min(service_s, self._longest_s) + self._ageing * arrived_s
 
     def _insert(self, waiting: WaitingRequest) -> None:
         key = self._key(waiting.service_s, waiting.arrived_s)
+        self._by_client[waiting.request.client] += 1
         insort(self._order, (key, waiting.number, waiting))
         insort(self._deadlines, (waiting.deadline_s, waiting.number, waiting))
 
@@ -182,7 +219,11 @@ class AdmissionQueue:
         self._scheduler = scheduler
         self._fleet = fleet = scheduler.fleet
         self._config = fleet.config.admission
-        self._queue = WaitingQueue(self._config.max_waiting, self._config.ageing)
+        config = self._config
+        self._queue = WaitingQueue(config.max_waiting, config.ageing, config.max_wait_s)
+        self._displaced: list[WaitingRequest] = []
+        self._retry_after: tuple[float, int] = (-inf, 1)
+        """Until when it counts, and its seconds."""
         self._holds = self._config.enabled and fleet.config.policy == "ttft"
         self._ready_s = inf
 
@@ -203,6 +244,8 @@ class AdmissionQueue:
         It waits for ``max_wait_s`` or the configured time, whichever is less. Raises
         `RateLimitedError` if the queue is full, and what `RequestScheduler.place` raises.
         """
+        if not at_once:
+            self.refuse_if_full(request.client, now_s)
         decision = self._scheduler.place(request, now_s)
         may_wait = self._holds and not at_once
         if may_wait:
@@ -224,11 +267,23 @@ class AdmissionQueue:
         )
         if not may_wait or self._may_go(waiting, now_s):  # case 1
             return self._admit(decision, now_s)
+        if (displaced := self._queue.make_room(request.client)) is not None:
+            self._displaced.append(displaced)
+            self._ready_s = now_s
         if not self._queue.add(waiting):  # case 2
-            raise self._full(waiting.service_s, now_s)
-        wait_s = _predicted_wait_s(waiting.replica, now_s, waiting.kv)
+            raise self._full(now_s)
+        wait_s = waiting.replica.queue.wait_s(now_s, waiting.kv)
         self._ready_s = min(self._ready_s, now_s + max(0.0, wait_s - waiting.may_wait_s))
         return waiting
+
+    def refuse_if_full(self, client: str | None, now_s: float) -> None:
+        """Raise `RateLimitedError` if a newcomer would find no place in the queue and have to wait.
+
+        Much cheaper than a placing, and possible before a prompt is read: the more requests are
+        refused, the less each may cost.
+        """
+        if self._holds and not self._queue.has_place(client) and not self._free(now_s):
+            raise self._full(now_s)
 
     def dispatch(self, now_s: float) -> Sequence[tuple[WaitingRequest, End]]:
         """Return the requests whose waiting ends, in order, each with how it ends.
@@ -240,6 +295,8 @@ class AdmissionQueue:
             (each, self._too_late(each, now_s))
             for each in self._queue.expired(now_s)  # case 4
         ]
+        ended += [(each, self._full(now_s)) for each in self._displaced]
+        self._displaced.clear()
         reserved, passed = ReservedWork(), _Passed()
         placings_left = {True: _PLACINGS_PER_DISPATCH, False: _PLACINGS_PER_DISPATCH}
         free = self._free(now_s)
@@ -308,14 +365,14 @@ class AdmissionQueue:
         """Whether the request's replica can soon begin with it, or takes no requests."""
         if waiting.replica.state is not ReplicaState.UP:
             return True  # it is placed again
-        wait_s = _predicted_wait_s(waiting.replica, now_s, waiting.kv)
+        wait_s = waiting.replica.queue.wait_s(now_s, waiting.kv)
         return wait_s <= waiting.may_wait_s + _TOLERANCE_S
 
     def _free(self, now_s: float) -> list[Replica]:
         """Return the replicas that can soon begin with some request."""
         longest_s = self._config.dispatch_ahead_s + _TOLERANCE_S
         up = (each for each in self._fleet.replicas.values() if each.state is ReplicaState.UP)
-        return [each for each in up if _predicted_wait_s(each, now_s) <= longest_s]
+        return [each for each in up if each.queue.wait_s(now_s) <= longest_s]
 
     def _next_ready_s(self, now_s: float) -> float:
         """Return when a request's replica, or any busy replica, is predicted to be ready."""
@@ -326,11 +383,9 @@ class AdmissionQueue:
             if passed.lets(each):
                 first.append(each)
                 passed.note(each)
-        after_s = [
-            _predicted_wait_s(each.replica, now_s, each.kv) - each.may_wait_s for each in first
-        ]
+        after_s = [each.replica.queue.wait_s(now_s, each.kv) - each.may_wait_s for each in first]
         free_after_s = (
-            _predicted_wait_s(each, now_s) - self._config.dispatch_ahead_s
+            each.queue.wait_s(now_s) - self._config.dispatch_ahead_s
             for each in self._fleet.replicas.values()
         )
         after_s += [each for each in free_after_s if each > _TOLERANCE_S]
@@ -338,12 +393,12 @@ class AdmissionQueue:
 
     # --- refusals
 
-    def _full(self, service_s: float, now_s: float) -> RateLimitedError:
+    def _full(self, now_s: float) -> RateLimitedError:
         return RateLimitedError(
             f"the router's queue is full ({counted(len(self), 'request')}, admission.max_waiting "
             "in its configuration); send the request again later",
             cause="full",
-            retry_after_s=self._retry_after_s(service_s, now_s),
+            retry_after_s=self._retry_after_s(now_s),
         )
 
     def _too_late(self, waiting: WaitingRequest, now_s: float) -> RateLimitedError:
@@ -353,16 +408,19 @@ class AdmissionQueue:
             "(admission.max_wait_s in the router's configuration, or the client's own limit); "
             "send it again later",
             cause="deadline",
-            retry_after_s=self._retry_after_s(waiting.service_s, now_s),
+            retry_after_s=self._retry_after_s(now_s),
         )
 
-    def _retry_after_s(self, service_s: float, now_s: float) -> int:
-        """Return the predicted seconds until a newcomer of this service would be dispatched."""
-        before = self._queue.ahead_of(service_s, now_s)
-        up = [each for each in self._fleet.replicas.values() if each.state is ReplicaState.UP]
-        work_s = sum(each.service_s for each in before)
-        work_s += sum(each.queue.wait_s(now_s) for each in up)
-        return max(1, ceil(work_s / max(1, len(up))))
+    def _retry_after_s(self, now_s: float) -> int:
+        """Return the predicted seconds until the whole queue is dispatched; computed rarely."""
+        until_s, seconds = self._retry_after
+        if now_s >= until_s:
+            up = [each for each in self._fleet.replicas.values() if each.state is ReplicaState.UP]
+            work_s = sum(each.service_s for each in self._queue.in_order())
+            work_s += sum(each.queue.wait_s(now_s) for each in up)
+            seconds = max(1, ceil(work_s / max(1, len(up))))
+            self._retry_after = (now_s + _RETRY_AFTER_KEPT_S, seconds)
+        return seconds
 
 
 class _Passed:
@@ -392,11 +450,6 @@ def _reserved(waiting: Sequence[WaitingRequest]) -> ReservedWork:
     return reserved
 
 
-def _predicted_wait_s(replica: Replica, now_s: float, kv: KvNeed = NO_KV) -> float:
-    """Return a newcomer's wait; 0 if no rate was learned yet, so that a guess delays nobody."""
-    return replica.queue.wait_s(now_s, kv) if replica.rates.observations else 0.0
-
-
 class AdmissionController:
     """Holds requests until the `AdmissionQueue` admits them.
 
@@ -417,6 +470,11 @@ class AdmissionController:
     def __len__(self) -> int:
         """How many requests wait."""
         return len(self._queue)
+
+    def refuse_if_full(self, client: str | None) -> None:
+        """Raise `RateLimitedError` if a newcomer would be refused, before its prompt is read."""
+        if not self._closed:
+            self._queue.refuse_if_full(client, self._clock())
 
     async def admit(
         self, request: PlacementRequest, *, at_once: bool = False, max_wait_s: float = inf

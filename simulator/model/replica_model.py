@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from cacheengine.record import BandwidthMeter
+from cacheengine.step_meter import StepMeter
 from simulator.model.gpu_cache import RequestBlocks
 from simulator.model.lower_tier_view import LoadableTokens, LowerTiers
 from simulator.model.model_events import BlockEvent, TokenProgress, Totals
@@ -22,10 +24,46 @@ from simulator.model.replica_machine import Rates, Shape
 from simulator.model.sim_request import CachedTokens, SimRequest
 
 
+class ReplicaMeter:
+    """Measures steps and loads as the engine inside vLLM does.
+
+    ``speed`` seconds of the model are one second for the readers of the meters.
+    """
+
+    def __init__(
+        self,
+        steps: StepMeter,
+        loads: BandwidthMeter,
+        *,
+        bytes_per_token: float = 1.0,
+        speed: float = 1.0,
+    ) -> None:
+        self._steps = steps
+        self._loads = loads
+        self._bytes_per_token = bytes_per_token
+        self._speed = speed
+
+    def add_step(
+        self, step_s: float, prefill: Sequence[tuple[SimRequest, int]], decoding: int
+    ) -> None:
+        """Add a step before its tokens count as computed."""
+        self._steps.add(
+            step_s / self._speed,
+            prefill_tokens=sum(tokens for _, tokens in prefill),
+            attended=sum(tokens * (each.computed + tokens / 2) for each, tokens in prefill),
+            decoding=decoding,
+        )
+
+    def add_load(self, tokens: int, seconds: float) -> None:
+        """Add a load from CPU RAM."""
+        self._loads.add(round(tokens * self._bytes_per_token), seconds / self._speed)
+
+
 class Copies:
     """One replica's loads and stores: each way one copy after another, at its own rate."""
 
-    def __init__(self, shape: Shape, rates: Rates, tiers: LowerTiers) -> None:
+    def __init__(self, shape: Shape, rates: Rates, tiers: LowerTiers, meter: ReplicaMeter) -> None:
+        self._meter = meter
         self.loading: list[tuple[float, SimRequest]] = []
         """Requests whose KV is on its way from CPU RAM, and when it will have come."""
         self._shape = shape
@@ -66,7 +104,9 @@ class Copies:
         """Load this many tokens, which the tiers have found for a request."""
         self._tiers.begin_load(request)
         begin_s = max(now_s, self._load_free_s)
-        self._load_free_s = begin_s + tokens / self._rates.load_tokens_per_s
+        seconds = tokens / self._rates.load_tokens_per_s
+        self._meter.add_load(tokens, seconds)
+        self._load_free_s = begin_s + seconds
         self.loading.append((self._load_free_s, request))
 
     def loaded(self, now_s: float) -> list[SimRequest]:
@@ -216,7 +256,7 @@ def _steady() -> float:
 class ReplicaModel:
     """The queue, the batch and the GPU cache of one replica.
 
-    ``noise`` returns the factor on the duration of each step.
+    ``noise`` returns the factor on the duration of each step. ``meter`` measures steps and loads.
     """
 
     def __init__(
@@ -226,6 +266,7 @@ class ReplicaModel:
         tiers: LowerTiers,
         *,
         noise: Callable[[], float] = _steady,
+        meter: ReplicaMeter | None = None,
     ) -> None:
         self.shape = shape
         self.rates = rates
@@ -237,7 +278,8 @@ class ReplicaModel:
         """Whether a waiting request was told by the tiers to ask again."""
         self._tiers = tiers
         self._batch = Batch(shape, rates, self.blocks, noise)
-        self._copies = Copies(shape, rates, tiers)
+        self._meter = meter or ReplicaMeter(StepMeter(), BandwidthMeter())
+        self._copies = Copies(shape, rates, tiers, self._meter)
         self._step: Step | None = None
         self._news: list[TokenProgress] = []
 
@@ -358,6 +400,7 @@ class ReplicaModel:
     def _apply(self, step: Step, steps: int) -> None:
         """Note what ``steps`` of the steps have computed."""
         end_s = step.begin_s + steps * step.step_s
+        self._meter.add_step(step.step_s, step.prefill, len(step.decoding))
         for request, tokens in step.prefill:
             if request.is_over:
                 continue

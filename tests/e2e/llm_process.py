@@ -44,14 +44,14 @@ class Served:
                 kv_role="kv_both",
             ),
         )
-        return dataclasses.asdict(self._manager._engine.layout)
+        return dataclasses.asdict(self._manager.engine.layout)
 
     def ask(self, *, prompt: list[int], lora: list[Any] | None = None) -> dict[str, Any]:
         """Complete a prompt, and have what it stored be stored."""
         said = self._generate(prompt, lora)
         self._generate([1, 2, 3], None)
         self._generate([1, 2, 3], None)
-        while self._manager._engine.stats().put_queue_bytes:
+        while self._manager.engine.stats().put_queue_bytes:
             pass
         return said
 
@@ -121,7 +121,9 @@ def main() -> None:
         if child == 0:
             serve(line, answers)
             os._exit(0)
-        os.waitpid(child, 0)
+        _, status = os.waitpid(child, 0)
+        if status:
+            sys.exit("a child has failed")  # else the test would wait for its answer
 
 
 if __name__ == "__main__":

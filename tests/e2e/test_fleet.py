@@ -149,10 +149,10 @@ def test_disk_kv_is_prefetched_before_the_request_is_forwarded(
 def test_a_router_that_starts_anew_still_finds_the_warm_replica(
     fleet: Fleet, router: Router
 ) -> None:
-    """Told before it has sent any: what it learns of replicas on a busy machine says nothing."""
+    """By the match alone: how fast a toy model's replicas are on a busy machine says nothing."""
     prompts = [fresh_prompt(1100, seed=80 + i) for i in range(3)]
     holders = [warm_one(fleet, router, prompt)[0] for prompt in prompts]
-    another = fleet.make_router("router-restarted")
+    another = fleet.make_router("router-restarted", policy="longest-prefix")
     another.start()
     try:
         for prompt, holder in zip(prompts, holders, strict=True):
@@ -204,13 +204,22 @@ def test_without_anything_a_replica_still_serves(fleet: Fleet, router: Router) -
         plain.stop()
 
 
-def test_kill_restart_and_what_the_disk_remembers(fleet: Fleet, router: Router) -> None:
+@pytest.fixture
+def sessions_router(fleet: Fleet) -> Iterator[Router]:
+    """A router that keeps sessions at home whatever the replicas' speeds."""
+    router = fleet.make_router("router-sessions", policy="session")
+    router.start()
+    yield router
+    router.stop()
+
+
+def test_kill_restart_and_what_the_disk_remembers(fleet: Fleet, sessions_router: Router) -> None:
+    router = sessions_router
     prompt = fresh_prompt(5 * CHUNK_TOKENS + 20, seed=90)
     session = {"x-session-id": "chat-2"}
     holder, other = warm_one(fleet, router, prompt, **session)
 
-    # A request that is cut before its first byte: its replica dies in the prefill. Its session
-    # keeps it at home, where without one a copy to the idle replica may cost as little.
+    # A request that is cut before its first byte: its replica dies in the prefill.
     long_prompt = prompt + fresh_prompt(2500, seed=91)
     waiting_before = holder.vllm_metric("vllm:num_requests_running")
     assert waiting_before == 0

@@ -8,8 +8,10 @@ import re
 import zlib
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from bench.replica.tiers import call
 from tests.e2e.serving import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
@@ -19,6 +21,7 @@ from tests.e2e.serving import (
     fresh_prompt,
 )
 from tests.huge_pages import counts
+from warmroute_common.agent_protocol import InstanceInfo
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -60,6 +63,22 @@ def test_with_too_few_huge_pages_it_says_so_and_serves(replica: Replica) -> None
     assert f"{replica.name}.yaml: local_cpu_use_hugepages: " in before_vllm
     assert "ordinary pages" in inside
     assert "sysctl -w vm.nr_hugepages=" in inside
+
+
+def test_the_agent_reports_what_its_engine_measured(replica: Replica) -> None:
+    """Steps of the scheduler, and loads into the GPU tier."""
+    prompt = fresh_prompt(PROMPT_TOKENS, seed=77)
+    warm_up(replica, prompt)
+    replica.empty_gpu()
+    replica.ask(prompt)
+    for seed in range(100, 124):
+        replica.ask(fresh_prompt(PROMPT_TOKENS, seed=seed))
+    info = msgspec.convert(call(f"{replica.agent_url}/info"), type=InstanceInfo)
+    assert info.compute is not None
+    assert info.compute.steps >= 8 and info.compute.tokens >= 24 * PROMPT_TOKENS
+    assert 0 < info.compute.prefill_token_s < 1
+    assert info.tiers["cpu"].read_bytes >= 5 * info.chunk_bytes
+    assert info.tiers["cpu"].read_bytes_per_s > 0
 
 
 def test_from_disk(replica: Replica, prompt: list[int]) -> None:

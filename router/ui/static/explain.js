@@ -73,9 +73,9 @@ function explained(answer) {
       "prompt's tokens by tier, tokens copied from a peer, and requests in flight (busy)."),
     table(costColumns(answer), answer),
     ...rest,
-    element("h3", {}, "Learned rates"),
-    hint("Learned from each replica's answers: rates, how much one running decode slows a prefill, " +
-      "and the error of predictions. In brackets: not learned yet."),
+    element("h3", {}, "Measured rates"),
+    hint("What each replica measured: rates, how much one running decode slows a prefill, " +
+      "and the error of predictions. In brackets: start values."),
     table(rateColumns(answer.candidates), answer),
   ];
 }
@@ -139,7 +139,7 @@ function rateColumns() {
   return [
     ["replica", (each) => each.replica_id],
     ...RATES.map(([name, part, key, text]) => [name, ({ rates }) =>
-      (rates.learned.includes(part) ? text(rates[key]) : `(${text(rates[key])})`)]),
+      (part in rates.measured ? text(rates[key]) : `(${text(rates[key])})`)]),
     ["p50 off", off("p50")],
     ["p90 off", off("p90")],
   ];

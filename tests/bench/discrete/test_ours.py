@@ -79,14 +79,13 @@ async def test_a_record_tells_the_routers_reason_and_prediction() -> None:
 
 
 @in_model_time
-async def test_of_an_answer_that_is_not_streamed_the_router_sees_no_first_token() -> None:
+async def test_what_replicas_measure_is_reported() -> None:
     bench = Bench(1)
     rates = bench.router.fleet.replicas["r0"].rates
-    whole = await bench.ask(200, answer=50, streamed=False)
-    assert whole.record.ttft_s == pytest.approx(0.22)
-    assert rates.observations == 0
-    await bench.ask(200, text=2, answer=50)
-    assert rates.observations == 1
+    for text in range(1, 30):
+        await bench.ask(200, text=text, answer=20)
+    await asyncio.sleep(40.0)
+    assert rates.per_second(CostPart.PREFILL) == pytest.approx(1_000, rel=0.1)
     await bench.stop()
 
 

@@ -179,7 +179,7 @@ def test_a_refused_promotion_is_asked_for_again_when_there_is_room(scheduler: Sc
 
 
 def test_a_promotion_that_was_refused_at_once_wakes_nobody() -> None:
-    """Who is woken asks again at once, and is refused again: for as long as others' pins last."""
+    """A request that is woken asks again at once, and is refused again while others' pins last."""
     engine, woken = Engine(), list[None]()
     waits = PromotionWaits(engine, FakeClock(), on_promoted=lambda: woken.append(None))
     engine.room = 0

@@ -142,16 +142,16 @@ def test_rates_and_errors_of_each_are_told() -> None:
     fleet, prompt = make_fleet(), tokens(640)
     known = fleet.replicas["r1"]
     for _ in range(20):
-        known.rates.observe(Work(new_tokens=1000), 0.5)
+        known.rates.note_alone(Work(new_tokens=1000), 0.5)
         known.errors.note(1.0, 1.1)
     new, old = sorted(told(fleet, prompt)["candidates"], key=lambda each: str(each["replica_id"]))
     assert old["rates"]["prefill_tokens_per_s"] == pytest.approx(
         known.rates.per_second(CostPart.PREFILL)
     )
-    assert "prefill" in old["rates"]["learned"]
+    assert old["rates"]["measured"]["prefill"] == 20
     assert old["predictions"]["answers"] == 20
     assert old["predictions"]["ratio"]["p90"] == pytest.approx(0.1)
-    assert (new["rates"]["learned"], new["predictions"]) == ([], None)
+    assert (new["rates"]["measured"], new["predictions"]) == ({}, None)
     assert new["rates"]["decode_slowdown"] == pytest.approx(fleet.config.rates.decode_slowdown)
     assert new["rates"]["peer_bytes_per_s"] == pytest.approx(fleet.config.rates.peer_bytes_per_s)
 
@@ -217,4 +217,3 @@ async def test_a_running_router_tells_how_good_its_predictions_were(
     async with client.get(f"{router.url}/metrics") as response:
         text = await response.text()
     assert f'warmroute_ttft_prediction_error_ratio{{quantile="0.9",replica="{name}"}}' in text
-    assert f'warmroute_learned_rate{{part="base",replica="{name}"}}' in text

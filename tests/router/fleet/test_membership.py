@@ -129,15 +129,16 @@ def test_a_session_has_its_next_replica_for_its_home_at_once() -> None:
     assert place(fleet, tokens(200), 2.0, session="s").home == "r1"
 
 
-def test_a_newcomer_begins_with_what_others_have_learned() -> None:
+def test_a_newcomer_uses_what_others_have_measured() -> None:
     fleet = make_fleet(1)
-    for now_s in range(40):
+    for now_s in range(0, 90, 10):
         ticket = fleet.start(place(fleet, tokens(1000, start=now_s), now_s), now_s)
         ticket.first_byte(now_s + 0.5)
         ticket.finish(now_s + 0.6, ok=True)
-    known = fleet.replicas["r0"].rates.cost(place(fleet, tokens(1000), 50.0).picked.work)
-    new = joined(fleet, 1).rates.cost(place(fleet, tokens(1000), 50.0).picked.work)
-    assert new.prefill_s == pytest.approx(known.prefill_s, rel=0.01)
+    new = joined(fleet, 1)
+    fleet.tick(100.0)
+    known = fleet.replicas["r0"].rates.cost(place(fleet, tokens(1000), 100.0).picked.work)
+    assert new.rates.cost(place(fleet, tokens(1000), 100.0).picked.work) == known
 
 
 def test_a_configured_name_is_taken_back_from_one_that_an_agent_gave() -> None:

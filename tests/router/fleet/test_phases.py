@@ -5,6 +5,7 @@ A thousand tokens take a second here, and a little more: that is attention.
 
 import pytest
 
+from router.fleet.cost_model import CostPart
 from router.fleet.fleet import Fleet
 from router.fleet.in_flight import Ticket
 from router.fleet.replica import Replica
@@ -87,14 +88,14 @@ def test_the_event_of_its_last_block_ends_its_prefill() -> None:
     assert counts(replica) == (0, 0)
 
 
-def test_one_of_one_token_teaches() -> None:
+def test_one_of_one_token_says_what_a_token_takes() -> None:
     fleet = make_fleet(1)
     for number, output_tokens in enumerate((1, 2)):
         now_s = 10.0 * number
         ticket, _ = start(fleet, tokens(1000, start=50_000 * number), now_s)
         ticket.first_byte(now_s + 3.0, streamed=False)
         ticket.finish(now_s + 3.0, ok=True, cached_tokens=0, output_tokens=output_tokens)
-    assert fleet.replicas["r0"].rates.observations == 1
+    assert fleet.replicas["r0"].rates.measured_on(CostPart.PREFILL) == 1
     cold_s = place(fleet, tokens(1000, start=9), 99.0).predicted_ttft_s
     assert cold_s == pytest.approx(3.0, rel=0.15)
 
@@ -108,13 +109,13 @@ def test_answers_are_timed_from_the_event_of_the_last_block() -> None:
     assert fleet.replicas["r0"].answers == 1
 
 
-def test_it_teaches_nothing_else() -> None:
+def test_nothing_else_does() -> None:
     fleet = make_fleet(1)
     ticket, due_s = start(fleet, tokens(1000))
     fleet.tick(due_s + 0.001)
     ticket.first_byte(60.0, streamed=False)
     ticket.finish(60.0, ok=True, cached_tokens=0)
-    assert fleet.replicas["r0"].rates.observations == 0
+    assert not fleet.replicas["r0"].rates.measured()
 
 
 def test_events_of_another_replica_tell_nothing() -> None:

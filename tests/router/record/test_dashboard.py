@@ -110,7 +110,7 @@ LABELS_WITHOUT_SAMPLES = {
     # Counted where keys are configured, and LMCache is there.
     "warmroute_access_refused_total": {"key", "cause"},
     "warmroute_lmcache_total": {"what"},
-    "warmroute_learned_rate": {"replica", "part"},
+    "warmroute_measured_rate": {"replica", "part"},
 }
 
 

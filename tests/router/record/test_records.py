@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from router.config.settings import ReplicaConfig, RequestLogConfig, RouterConfig
-from router.fleet.cost_model import CostPart
 from router.fleet.decision import Reason
 from router.fleet.fleet import Fleet
 from router.index.prompt_keys import KvTier
@@ -164,13 +163,12 @@ def test_a_replica_that_has_left_and_comes_again_is_counted_anew() -> None:
     assert b'warmroute_prompt_tokens_total{replica="one"} 10.0' in metrics.render()
 
 
-def test_prediction_errors_and_learned_rates_are_gauges() -> None:
+def test_prediction_errors_and_measured_rates_are_gauges() -> None:
     fleet = Fleet(TWO)
     known = fleet.replicas["one"]
     for observed_s in (1.0, 1.1, 2.0):
         known.errors.note(1.0, observed_s)
-    for _ in range(50):
-        known.rates.observe_rate(CostPart.PEER, 8e9)
+    known.rates.note_copy(8 * 10**9, 1.0)
     lines = Metrics(fleet).render().decode().splitlines()
     found = {
         line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if "#" not in line
@@ -186,5 +184,5 @@ def test_prediction_errors_and_learned_rates_are_gauges() -> None:
             1.0
         ),
         'warmroute_ttft_prediction_bias{replica="one"}': pytest.approx(1.1),
-        'warmroute_learned_rate{part="peer",replica="one"}': pytest.approx(8e9, rel=0.1),
+        'warmroute_measured_rate{part="peer",replica="one"}': pytest.approx(8e9),
     }

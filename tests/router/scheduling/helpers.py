@@ -79,7 +79,6 @@ def make_learned_fleet(
     )
     for each in fleet.replicas.values():
         fleet.up(each.id)
-        each.rates.observations = int(learned)
     return fleet
 
 
@@ -120,6 +119,7 @@ class Driver:
         session: str | None = None,
         max_wait_s: float = float("inf"),
         model: str | None = None,
+        client: str | None = None,
     ) -> bool:
         """Let a request arrive; return whether it is admitted.
 
@@ -129,7 +129,9 @@ class Driver:
             start = 10**9 * (1 + len(self.admitted) + len(self.waiting))
             prompt = tokens(round(prompt * 1000), start=start)
 
-        request = PlacementRequest(keys=PromptKeyCache(prompt), model=model, session=session)
+        request = PlacementRequest(
+            keys=PromptKeyCache(prompt), model=model, session=session, client=client
+        )
         end = self.queue.arrive(request, now_s, at_once=at_once, max_wait_s=max_wait_s)
         if isinstance(end, Admitted):
             self.admitted[name] = end

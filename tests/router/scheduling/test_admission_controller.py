@@ -40,10 +40,7 @@ async def slow_router(fleet: Fleet, *, replicas: int = 1, **changes: Any) -> Run
         ReplicaConfig(url=fleet.two.url, instance_id="two"),
     )
     values = {"policy": "ttft", "rates": SLOW, "replicas": configured[:replicas]}
-    router = await fleet.router(**(values | changes))
-    for each in router.parts.fleet.replicas.values():
-        each.rates.observations = 1
-    return router
+    return await fleet.router(**(values | changes))
 
 
 def hold(upstream: Scripted) -> asyncio.Event:
@@ -86,7 +83,7 @@ async def test_the_shortest_goes_first(
     fleet: Fleet, client: aiohttp.ClientSession, eventually: Wait
 ) -> None:
     answer = hold(fleet.one)
-    router = await slow_router(fleet)
+    router = await slow_router(fleet, admission=AdmissionConfig(max_wait_s=36_000.0))
     tasks = [await first_in(client, router, fleet.one)]
     tasks.append(asyncio.create_task(post(client, router, LONG)))
     await eventually(lambda: len(router.parts.admission) == 1)

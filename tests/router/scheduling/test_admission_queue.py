@@ -99,7 +99,7 @@ def test_what_it_must_fetch_overlaps_the_work_before_it() -> None:
     """Six seconds of reading from disk: it goes while four seconds of work lie before it."""
     fleet, prompt = make_learned_fleet(), tokens(6400)
     fleet.apply_info("r0", info("r0"))
-    fleet.replicas["r0"].rates.measured(CostPart.DISK, 1e6)
+    fleet.replicas["r0"].rates.report(CostPart.DISK, 1e6, 1e9)
     packed = {"disk": pack_keys(map(key64, chunks(prompt)))}
     fleet.apply_snapshot("r0", Snapshot(incarnation="one", seq=0, tiers=packed))
     driver = Driver(fleet)
@@ -115,7 +115,7 @@ def fetching() -> Driver:
     fleet.apply_info("r0", info("r0"))
     packed = {"disk": pack_keys(map(key64, chunks(prompt)))}
     fleet.apply_snapshot("r0", Snapshot(incarnation="one", seq=0, tiers=packed))
-    fleet.replicas["r0"].rates.measured(CostPart.DISK, 1e9)
+    fleet.replicas["r0"].rates.report(CostPart.DISK, 1e9, 1e9)
     assert driver.ask("fetching", prompt)
     assert driver.admitted["fetching"].decision.prefetch_keys
     return driver
@@ -140,10 +140,10 @@ def test_a_request_that_is_given_up_while_its_kv_is_fetched_leaves_nothing() -> 
 # --- who does not wait
 
 
-def test_nobody_waits_for_a_guess() -> None:
-    """The queue of a replica is not known before its rates were learned."""
-    driver = Driver(make_learned_fleet(learned=False))
-    assert all(driver.ask(name, 5.0) for name in "abcdef")
+def test_start_values_hold_requests_back_from_the_first_one_on() -> None:
+    """A router that has just started, and one whose clients never stream, do not send all."""
+    driver = Driver(make_learned_fleet())
+    assert [driver.ask(name, 5.0) for name in "abcdef"].count(True) < 6
 
 
 @pytest.mark.parametrize(
@@ -183,6 +183,54 @@ def test_too_late() -> None:
     driver.dispatch(2.0)
     assert sorted(driver.refused) == ["c", "d", "e"]
     assert driver.in_flight() == 2 and not len(driver.queue)
+
+
+def test_a_full_queue_refuses_without_a_placing() -> None:
+    """The more are refused, the less each may cost."""
+    driver = Driver(make_learned_fleet(max_waiting=1))
+    driver.ask("a", 10.0)
+    driver.ask("b", 5.0)
+    placings = driver.scheduler.placings
+    for _ in range(3):
+        with pytest.raises(RateLimitedError):
+            driver.ask("c", 5.0)
+    assert driver.scheduler.placings == placings
+    with pytest.raises(RateLimitedError):
+        driver.queue.refuse_if_full(None, 0.0)
+    assert driver.ask("d", 5.0, at_once=True)
+
+
+def test_a_full_queue_refuses_nobody_who_need_not_wait() -> None:
+    fleet = make_learned_fleet(2, max_waiting=1)
+    driver = Driver(fleet)
+    for name in "abc":
+        driver.ask(name, 10.0)
+    assert len(driver.queue) == 1
+    idle = next(
+        each
+        for each in fleet.replicas.values()
+        if driver.admitted["a"].decision.replica_id == each.id
+    )
+    driver.answer("a", 1.0)
+    driver.admitted["a"].ticket.finish(1.0, ok=True)
+    assert idle.queue.wait_s(1.0) == 0.0
+    driver.queue.refuse_if_full(None, 1.0)
+
+
+def test_the_key_that_holds_most_places_makes_room_for_others() -> None:
+    driver = Driver(make_learned_fleet(max_waiting=3))
+    driver.ask("a", 10.0, client="greedy")
+    for name in "bcd":
+        assert not driver.ask(name, 5.0, client="greedy")
+    with pytest.raises(RateLimitedError):
+        driver.ask("e", 5.0, client="greedy")
+    assert not driver.ask("f", 5.0, client="other")
+    driver.dispatch(0.01)
+    assert set(driver.refused) == {"d"} and set(driver.waiting) == {"b", "c", "f"}
+    refusal = driver.refused["d"]
+    assert isinstance(refusal, RateLimitedError) and refusal.cause == "full"
+    with pytest.raises(RateLimitedError):
+        driver.ask("g", 5.0, client="other")
 
 
 def test_a_full_queue() -> None:
@@ -315,7 +363,7 @@ def test_a_burst_spreads_where_replicas_differ_a_little() -> None:
     """A request that prefers one replica also counts the requests that wait for others."""
     driver = Driver(make_learned_fleet(4))
     for number, each in enumerate(driver.fleet.replicas.values()):
-        each.rates.measured(CostPart.PREFILL, 1000.0 + 5.0 * number)
+        each.rates.report(CostPart.PREFILL, 1000.0 + 5.0 * number, 1e9)
     prompt = text(8 * 1024 + 400)  # the last 100 tokens are each one's own to compute
     for number in range(40):
         driver.ask(f"n{number}", prompt, number * 1e-6)

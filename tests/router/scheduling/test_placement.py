@@ -61,7 +61,7 @@ def test_nothing_is_copied_where_waiting_or_computing_is_sooner() -> None:
     snapshot(fleet, "r0", cpu=chunks(prompt))
     assert place(fleet, prompt).copy is None
     for each in fleet.replicas.values():
-        each.rates.measured(CostPart.PEER, 1e5)
+        each.rates.report(CostPart.PEER, 1e5, 1e9)
     make_busy(fleet, "r0", 20.0)
     decision = place(fleet, prompt)
     assert (decision.replica_id, decision.copy) == ("r1", None)
@@ -130,7 +130,7 @@ def test_reading_goes_before_computing_that_is_a_little_sooner_but_takes_more_fr
     fleet, prompt = make_copying_fleet(1), tokens(6400)
     snapshot(fleet, "r0", disk=chunks(prompt))
     replica = fleet.replicas["r0"]
-    replica.rates.measured(CostPart.DISK, 3e6)
+    replica.rates.report(CostPart.DISK, 3e6, 1e9)
     replica.fetch(5.0, 0.0)
     replica.waiting = 4
     decision = place(fleet, prompt)
@@ -147,7 +147,7 @@ def test_computing_goes_before_reading_for_long_though_the_queue_would_hide_that
     fleet, prompt = make_copying_fleet(1), tokens(640)
     snapshot(fleet, "r0", disk=chunks(prompt))
     replica = fleet.replicas["r0"]
-    replica.rates.measured(CostPart.DISK, 8e4)
+    replica.rates.report(CostPart.DISK, 8e4, 1e9)
     make_busy(fleet, "r0", 10.0)
     replica.waiting = 4
     decision = place(fleet, prompt)
@@ -164,7 +164,7 @@ def test_what_lies_on_disk_before_a_copy_is_prefetched_though_computing_it_alone
     snapshot(fleet, "r0", cpu=chunks(prompt))
     on_disk = chunks(prompt)[: 640 // CHUNK]
     snapshot(fleet, "r1", disk=on_disk)
-    fleet.replicas["r1"].rates.measured(CostPart.DISK, 2e5)
+    fleet.replicas["r1"].rates.report(CostPart.DISK, 2e5, 1e9)
     make_busy(fleet, "r0", 20.0)
     decision = place(fleet, prompt)
     assert decision.replica_id == "r1"

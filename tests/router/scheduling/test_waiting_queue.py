@@ -67,6 +67,14 @@ def test_waiting_makes_up_for_service() -> None:
     assert names(waiting.ahead_of(1.0, 4.05)) == "sl"
 
 
+def test_a_long_one_is_passed_for_half_of_its_permitted_wait_at_most() -> None:
+    waiting = WaitingQueue(10_000, 0.5, 60.0)
+    offer(waiting, "l", 44.0)
+    for number in range(600):
+        offer(waiting, "s", 0.2, now_s=number / 10)
+    assert order(waiting).index("l") <= 300
+
+
 def test_a_full_line_takes_nobody() -> None:
     waiting = queue(max_waiting=1)
     first = offer(waiting, "a", 2.0)
