@@ -21,8 +21,8 @@ from warmroute_common.agent_protocol import ComputeRates
 _KEPT: Final = 0.995
 """Weight of a step after the next one: about the last 200 steps count."""
 _FEWEST_STEPS: Final = 24
-"""Steps with prompt tokens before anything is reported. Of the first ones those that take much
-longer a token than the median are left out: a model that has just started warms up."""
+"""Steps with prompt tokens before anything is reported. A model that has just started warms up, so
+first steps whose time per token is much above the median are left out."""
 _WARM_UP: Final = 2.0
 """Times the median of the first steps."""
 _RIDGE: Final = 1e-3
@@ -76,7 +76,7 @@ class StepMeter:
         self._prefills = _Fit()
         self._tokens = 0
         self._first: list[tuple[int, float, float]] = []
-        """The first steps with prompt tokens: these, those that they attend to, seconds."""
+        """The first steps: prompt tokens, attended tokens, seconds."""
 
     def add(self, step_s: float, *, prefill_tokens: int, attended: float, decoding: int) -> None:
         """Add a step.

@@ -157,6 +157,15 @@ class Cost:
         return self.base_s + max(self.queue_s, self.fetched_s) + self.busy_s
 
 
+def _prefill_s(seconds: Sequence[float], work: Work) -> float:
+    """Return how long computing takes, at these seconds per unit of each `CostPart`."""
+    return (
+        seconds[CostPart.PREFILL] * work.new_tokens
+        + seconds[CostPart.ATTENTION] * work.attended
+        + seconds[CostPart.DECODE] * work.new_tokens * work.decoding
+    )
+
+
 class CostModel:
     """One replica's seconds per unit of work: measured ones, and start values for the others."""
 
@@ -224,9 +233,7 @@ class CostModel:
             backlog_s=work.backlog_s if fetch_s else 0.0,
             fetch_s=fetch_s,
             load_s=load_s,
-            prefill_s=seconds[CostPart.PREFILL] * work.new_tokens
-            + seconds[CostPart.ATTENTION] * work.attended
-            + seconds[CostPart.DECODE] * work.new_tokens * work.decoding,
+            prefill_s=_prefill_s(seconds, work),
         )
 
     def report(self, part: CostPart, per_second: float, measured_on: float) -> None:
@@ -269,24 +276,20 @@ class CostModel:
             self._measured_on[part] = measured_on
             self._age[part] = 0
 
-    def note_alone(self, work: Work, ttft_s: float) -> None:
-        """Fit the time of a token to a prefill that no other one delayed.
+    def note_alone(self, work: Work, ttft_s: float) -> bool:
+        """Fit the time of a token to a prefill that no other one delayed; return if it was used.
 
         Only for a replica that reports nothing about computing. A prefill with loads or fetches
         says nothing: their own time is not known well enough.
         """
         is_plain = not (work.load_bytes or work.disk_bytes or work.remote_bytes or work.peer_bytes)
         if self._reports_compute or not is_plain or work.new_tokens < _LEAST_ALONE_TOKENS:
-            return
-        start = self._start
-        expected_s = (
-            start[CostPart.PREFILL] * work.new_tokens
-            + start[CostPart.ATTENTION] * work.attended
-            + start[CostPart.DECODE] * work.new_tokens * work.decoding
-        )
-        self._alone.append(max(0.0, ttft_s - start[CostPart.BASE]) / expected_s)
+            return False
+        computed_s = max(0.0, ttft_s - self._start[CostPart.BASE])
+        self._alone.append(computed_s / _prefill_s(self._start, work))
         factor = min(_MOST_CORRECTION, max(1 / _MOST_CORRECTION, median(self._alone)))
         self._scale_compute(factor, self.measured_on(CostPart.PREFILL) + 1)
+        return True
 
     def note_copy(self, nbytes: int, seconds: float) -> None:
         """Measure the rate of copies from other replicas; later copies count more."""

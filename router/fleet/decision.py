@@ -83,6 +83,11 @@ class Candidate:
         return sum(self.matched_tokens.values())
 
     @property
+    def slow_tokens(self) -> int:
+        """Matched tokens that lie only on disk or remote."""
+        return sum(self.matched_tokens.get(tier, 0) for tier in SLOW_TIERS)
+
+    @property
     def ttft_s(self) -> float:
         """Predicted time to first token."""
         return self.cost.ttft_s
@@ -113,9 +118,8 @@ class Candidate:
         """Return the whole digests of the chunks to use that lie only on disk or remote."""
         if not self.keys.chain:
             return ()
-        slow_tokens = sum(self.matched_tokens.get(tier, 0) for tier in SLOW_TIERS)
         runs = (run for run in self.runs if run.tier in SLOW_TIERS)
-        return self.keys.chunks(runs)[: -(-slow_tokens // self.keys.chunk_tokens)]
+        return self.keys.chunks(runs)[: -(-self.slow_tokens // self.keys.chunk_tokens)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,9 +182,9 @@ class Decision:
     @property
     def staged_tokens(self) -> int:
         """Tokens whose KV is brought to the replica's CPU RAM before the request is sent."""
-        tokens = sum(self.matched_tokens.get(tier, 0) for tier in SLOW_TIERS)
         source = self.picked.source
-        return (tokens if self.prefetch_keys else 0) + (source.tokens if source else 0)
+        copied = source.tokens if source is not None else 0
+        return copied + (self.picked.slow_tokens if self.prefetch_keys else 0)
 
     @property
     def is_staged(self) -> bool:

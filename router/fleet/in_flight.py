@@ -272,8 +272,8 @@ class Ticket:
             work = work.with_cached(cached_tokens, self.replica.kv_bytes_per_token)
         if self._was_alone and not work.queue_s:
             rates = self.replica.rates
-            rates.note_alone(work, ttft_s - self._lag_s)
-            if rates.measured_on(CostPart.PREFILL) <= _SHARED_AT_ONCE:
+            was_used = rates.note_alone(work, ttft_s - self._lag_s)
+            if was_used and rates.measured_on(CostPart.PREFILL) <= _SHARED_AT_ONCE:
                 self._replicas.share_rates(rates)
 
     def __repr__(self) -> str:

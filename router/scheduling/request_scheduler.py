@@ -20,7 +20,7 @@ from router.config.settings import PolicyName
 from router.fleet.cost_model import CostPart, Work
 from router.fleet.decision import Candidate, Decision, KvCopy, Reason
 from router.fleet.fleet import Fleet
-from router.fleet.replica import SLOW_TIERS, Replica, ReplicaState
+from router.fleet.replica import Replica, ReplicaState
 from router.fleet.replica_queue import ReplicaQueue
 from router.index.prefix_index import Depth, PrefixIndex, slots
 from router.index.prompt_keys import KeyShape, KvTier, PromptKeyCache, PromptKeys
@@ -390,12 +390,11 @@ class RequestScheduler:
             reason = Reason.BOUND
         elif request.exclude:
             reason = Reason.RETRY
-        slow_tokens = sum(picked.matched_tokens.get(tier, 0) for tier in SLOW_TIERS)
         # What is brought to a full CPU RAM is evicted before it is used.
         prefetches = (
             picked.prefetch_gain_s > 0
             and picked.replica.can_prefetch
-            and (picked.source is not None or picked.replica.can_stage(slow_tokens))
+            and (picked.source is not None or picked.replica.can_stage(picked.slow_tokens))
         )
         return Decision(
             picked=picked,

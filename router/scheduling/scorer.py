@@ -197,7 +197,7 @@ class Scorer:
         if gain_s < self._weights.least_copy_gain_s:
             return None
         copied_tokens = reach - sum(matched.values())
-        if not replica.can_stage(copied_tokens + sum(matched.get(tier, 0) for tier in SLOW_TIERS)):
+        if not replica.can_stage(copied_tokens + own.slow_tokens):
             return None
         peer = PeerSource(
             replica=source, runs=runs, tokens=copied_tokens, nbytes=copied, gain_s=gain_s
