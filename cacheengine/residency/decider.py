@@ -121,11 +121,11 @@ class Decider:
         return [entry.slot for entry in entries]
 
     def note_hold(self, keys: Iterable[bytes], holder: Holder) -> None:
-        """Note that held chunks are used: the holder's pins end."""
+        """Note that held chunks are used: the holder's pins end, and one prefetch's of each."""
         for entry in filter(None, map(self.pool.get, keys)):
             entry.is_prefetched = False
             if holder is not None:
-                self.pool.end_pin(entry, holder)
+                self.pool.note_use(entry, holder)
 
     def try_hold(self, key: bytes) -> int | None:
         """Keep a chunk if it is ready; its pins stay."""

@@ -27,7 +27,8 @@ class EntryState(Enum):
 
 
 Holder = str | None
-"""The request or loan that a pin is for, whose `hold` ends it; None: only its deadline does."""
+"""The request or loan that a pin is for, whose `hold` ends it; None: a request that is still to
+come (a prefetch), so that the next `hold` counts as its use."""
 
 _NO_LEASES: Final[Mapping[Holder, float]] = MappingProxyType({})
 _CLEARED: Final = -1
@@ -41,6 +42,7 @@ class PoolEntry:
     """
 
     __slots__ = (
+        "awaited",
         "due_s",
         "generation",
         "holds",
@@ -65,6 +67,8 @@ class PoolEntry:
         """Puts to lower tiers that are queued or read the bytes."""
         self.leases = _NO_LEASES
         """Each holder's pin: until when; while the entry is not ready, for how long after that."""
+        self.awaited = 0
+        """Requests still to come that share the pin of the holder None."""
         self.due_s: float | None = None
         """When the first pin of a ready entry ends."""
         self.is_operator_pinned = False
@@ -345,7 +349,19 @@ class PoolIndex:
         assert not self.is_hidden(entry)
         until_s = now_s + pin_s if entry.state is EntryState.READY else pin_s
         until_s = max(until_s, entry.leases.get(holder, until_s))
+        entry.awaited += holder is None
         self._keep_leases(entry, {**entry.leases, holder: until_s})
+
+    def note_use(self, entry: PoolEntry, holder: Holder) -> None:
+        """End a holder's pin of an entry that it holds now.
+
+        Its use counts as that of one request for which the entry was prefetched. If those pins
+        lasted until their deadline, what was used long ago would leave the next prompt no room.
+        """
+        self.end_pin(entry, holder)
+        entry.awaited -= entry.awaited > 0
+        if not entry.awaited:
+            self.end_pin(entry, None)
 
     def unpin(self, entry: PoolEntry) -> None:
         """End all holders' pins of an entry; an operator's stays."""
@@ -368,6 +384,8 @@ class PoolIndex:
         if self.is_hidden(entry) or not (leases or entry.leases):
             return
         entry.leases = leases or _NO_LEASES
+        if None not in leases:
+            entry.awaited = 0
         is_ready = entry.state is EntryState.READY
         self._deadlines.note(entry, min(leases.values(), default=None) if is_ready else None)
         if leases:
