@@ -47,8 +47,6 @@ def _behind_no_peer(workload: str, compared: Sequence[Result]) -> Bar:
     """Return whether ours is behind the best peer in no case of a workload."""
     what = f"{workload}: mean and p90 at most the best peer's plus its interval"
     some = [each for each in compared if each.case.workload == workload]
-    wanted = {_regime(each) for each in EVERYWHERE if each.workload == workload}
-    missing = wanted - {each.case.regime for each in some}
     told = {
         f"{each.case.name} {name}": ratio
         for each in some
@@ -57,16 +55,21 @@ def _behind_no_peer(workload: str, compared: Sequence[Result]) -> Bar:
         and (ratio := time_ratio(each, OURS, best, metric)) is not None
     }
     behind = {name: each for name, each in told.items() if each.low > 1}
-    if missing and not behind:
-        return _missing(
-            what, f"{len(missing)} of {len(wanted)} results are missing", "headline regimes"
-        )
+    if (missing := _missing_regimes(some, [workload])) and not behind:
+        return _missing(what, missing, "headline regimes")
     above = sum(each.value > 1 for each in told.values())
     largest = max(told, key=lambda name: told[name].value)
     found = f"behind in {len(behind)} of {len(told)} figures, above 1 in {above}; " + "; ".join(
         _ratios(behind or {largest: told[largest]})
     )
     return _bar(what, not behind, found)
+
+
+def _missing_regimes(compared: Sequence[Result], workloads: Sequence[str]) -> str:
+    """Return how many results are missing; empty: none."""
+    wanted = {_regime(each) for each in EVERYWHERE if each.workload in workloads}
+    missing = wanted - {each.case.regime for each in compared}
+    return f"{len(missing)} of {len(wanted)} results are missing" if missing else ""
 
 
 def _regime(place: Place) -> object:
@@ -80,14 +83,14 @@ def _ratios(told: dict[str, Estimate]) -> list[str]:
 
 def _no_failures(compared: Sequence[Result]) -> Bar:
     what = "no failed request where the best peer has none"
-    if not compared:
-        return _missing(what, "no result", "headline regimes")
     wrong = [
         f"{each.case.name} {tables.percent(failed(each, OURS))}"
         for each in compared
         if failed(each, OURS)
         and any(failed(each, str(best_peer(each, metric))) == 0 for _, metric in _METRICS)
     ]
+    if (missing := _missing_regimes(compared, WORKLOADS)) and not wrong:
+        return _missing(what, missing, "headline regimes")
     return _bar(what, not wrong, "; ".join(wrong) or f"in none of {len(compared)} cases")
 
 

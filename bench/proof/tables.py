@@ -314,7 +314,14 @@ def _peers(results: Results) -> str:
 def _times(results: Results, *figures: Metric) -> list[list[str]]:
     """Return a row for each contender: its figures in one result after the other."""
     return [
-        [name, *(interval(time(each, name, of)) for each in results for of in figures)]
+        [
+            name,
+            *(
+                interval(time(each, name, of)) if name in each.case.contenders else "-"
+                for each in results
+                for of in figures
+            ),
+        ]
         for name in _order(results)
     ]
 

@@ -32,7 +32,7 @@ def test_nothing_is_compared_twice_and_every_regime_is() -> None:
         if each.load is not None and each.set not in {"ablations", "peers"}
     ]
     assert len({*compared}) == len(compared)
-    assert len(EVERYWHERE) == 6 * 3 * 3
+    assert len(EVERYWHERE) == (4 * 3 + 2) * 3
     for each in EVERYWHERE:
         regime = (each.workload, each.ram, "fast", 1.0, each.load)
         assert (regime, None, False) in compared
