@@ -30,7 +30,7 @@ class Place(NamedTuple):
 
 
 SIZES: Final = {
-    "headline": Size(requests=1_000, seeds=5),
+    "headline": Size(requests=2_000, seeds=4),
     "regimes": Size(requests=500, seeds=3),
     "ablations": Size(requests=700, seeds=3),
     "goodput": Size(requests=1_000, seeds=2),
