@@ -30,13 +30,13 @@ class Place(NamedTuple):
 
 
 SIZES: Final = {
-    "headline": Size(requests=2_000, seeds=4),
+    "headline": Size(requests=1_500, seeds=4),
     "regimes": Size(requests=500, seeds=3),
-    "ablations": Size(requests=700, seeds=3),
+    "ablations": Size(requests=600, seeds=3),
     "goodput": Size(requests=1_000, seeds=2),
     "streaming": Size(requests=1_000, seeds=3),
     "faults": Size(requests=1_000, seeds=2),
-    "peers": Size(requests=500, seeds=2),
+    "peers": Size(requests=400, seeds=2),
 }
 """By set, the most important first. A run's warm-up takes as long as several hundred requests."""
 FIRST_SEED: Final = 801
