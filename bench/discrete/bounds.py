@@ -1,9 +1,8 @@
-"""Bounds: a router that knows every replica's true state, and a cache that all replicas share.
+"""A fleet with real queues and perfect caching: one infinite cache that all replicas share.
 
-The oracle holds requests, shortest first, and places each by the replicas' own models
-when a replica will soon be done with what it has. It is no proof of optimality: it decides
-greedily, one request after the other. Before replicas that share one infinite cache it
-gives the bound of a fleet with real queues and perfect caching.
+Its router knows every replica's true state. It holds requests, shortest first, and places each
+by the replicas' own models when a replica will soon be done with what it has. It decides
+greedily, one request after the other, so another router can be a little better.
 """
 
 import asyncio
@@ -28,7 +27,6 @@ _BUSY_WEIGHT: Final = 0.5
 _LOOKS: Final = 8
 """How many waiting requests are placed again at a time, shortest first."""
 _AGAIN_S: Final = 0.1
-_PIN_S: Final = 10.0
 
 
 class SharedCache:
@@ -93,8 +91,8 @@ class _Waiting:
         return self.busy_s - _AGEING * (now_s - self.arrived_s)
 
 
-class Oracle:
-    """A router that asks the replicas' models themselves; `ModelReplica.foresees` must be set."""
+class ForesightRouter:
+    """A router that asks the models of replicas with a shared cache (`ModelReplica.foresight`)."""
 
     def __init__(self, replicas: Sequence[ModelReplica]) -> None:
         self._replicas = replicas
@@ -177,19 +175,10 @@ class Oracle:
             waiting.busy_s = best.busy_s
             if best.queue_s <= _AHEAD_S:
                 self._waiting.remove(waiting)
-                self._stage(replica, waiting)
                 waiting.released.set_result(replica.slot)
                 # One at a time: the next is placed when this one is at its replica.
                 self._loop.call_soon(self._pump)
                 return
-
-    def _stage(self, replica: ModelReplica, waiting: _Waiting) -> None:
-        """Begin to read what lies on the replica's disk."""
-        model, asked = replica.model, waiting.asked
-        first = model.blocks.match(asked) * model.shape.block_tokens // model.shape.chunk_tokens
-        tiers = _foresight(replica).lower_tiers_of(asked, first)
-        if any(tier == "disk" for tier in tiers):
-            replica.engine.promote(asked.chunk_keys[first : first + len(tiers)], pin_s=_PIN_S)
 
     async def _pump_often(self) -> None:
         while True:
@@ -209,5 +198,5 @@ class Oracle:
 
 
 def _foresight(replica: ModelReplica) -> Foresight:
-    assert replica.foresight is not None, "the oracle needs replicas with foresees=True"
+    assert replica.foresight is not None, "only replicas with a shared cache have a foresight"
     return replica.foresight

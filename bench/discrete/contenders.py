@@ -6,7 +6,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
-from bench.discrete.bounds import Oracle
+from bench.discrete.bounds import ForesightRouter
 from bench.discrete.our_router import OurRouter, Settings
 from bench.discrete.play import Contender, FleetOptions, Run, StoppableRouter, play_with
 from bench.discrete.replica import ModelReplica
@@ -19,7 +19,6 @@ from router.config.settings import AdmissionConfig, PrefetchConfig
 
 OURS: Final = "ours"
 SHARED_CACHE: Final = "shared-infinite-cache"
-ORACLE: Final = "oracle"
 
 
 def _ours(settings: Settings) -> Contender:
@@ -38,8 +37,8 @@ def _by_rule(name: str, replicas: Sequence[ModelReplica], seed: int) -> Stoppabl
     return RuleRouter(replicas, known[name]())
 
 
-def _oracle(replicas: Sequence[ModelReplica], seed: int) -> StoppableRouter:
-    return Oracle(replicas)
+def _foreseeing(replicas: Sequence[ModelReplica], seed: int) -> StoppableRouter:
+    return ForesightRouter(replicas)
 
 
 _PLAIN: Final = Settings()
@@ -78,10 +77,7 @@ CONTENDERS: Final[Mapping[str, Contender]] = MappingProxyType(
     {OURS: _ours(_PLAIN)}
     | {name: _ours(settings) for name, settings in ABLATIONS.items()}
     | {name: Contender(make=partial(_by_rule, name)) for name in PEERS}
-    | {
-        ORACLE: Contender(make=_oracle, foresees=True),
-        SHARED_CACHE: Contender(make=_oracle, foresees=True, shares_cache=True),
-    }
+    | {SHARED_CACHE: Contender(make=_foreseeing, shares_cache=True)}
 )
 
 

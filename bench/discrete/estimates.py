@@ -1,6 +1,6 @@
 """When a replica whose state is known would give a new request its first token. Pure.
 
-The oracle of `bounds` decides by these estimates. They use the model's own times; the only guess is
+The router of `bounds` decides by these estimates. They use the model's own times; the only guess is
 how long the requests that run now will continue to decode next to the new one.
 """
 
@@ -89,10 +89,7 @@ class Estimate:
 
 
 def estimate(foresight: Foresight, request: SimRequest, now_s: float) -> Estimate:
-    """Estimate the times of ``request`` if it arrived now; changes nothing.
-
-    Assumes that reading its chunks from disk begins at once.
-    """
+    """Estimate the times of ``request`` if it arrived now; changes nothing."""
     model = foresight.model
     rates, chunk_tokens = model.rates, model.shape.chunk_tokens
     known = foresight.known_tokens(request)
@@ -105,7 +102,6 @@ def estimate(foresight: Foresight, request: SimRequest, now_s: float) -> Estimat
     # Blocks that other requests will have computed by then will be on the GPU.
     loaded = min(len(tiers) * chunk_tokens, max(0, known - gpu_tokens)) if tiers else 0
     load_s = loaded / rates.load_tokens_per_s
-    fetch_s = sum(tier != "cpu" for tier in tiers) * chunk_tokens / rates.disk_tokens_per_s
     decode_s = _decode_s(model)
     ahead = [*model.running, *model.waiting, *(each for _, each in model.loading)]
     left = {each: foresight.remaining_prefill(each) for each in ahead}
@@ -120,7 +116,7 @@ def estimate(foresight: Foresight, request: SimRequest, now_s: float) -> Estimat
     prefill_s = rates.prefill_s(own_tokens, known)
     own_s = prefill_s + _steps(model, own_tokens) * decode_s
     return Estimate(
-        ttft_s=max(queue_s, fetch_s) + load_s + own_s,
+        ttft_s=queue_s + load_s + own_s,
         busy_s=load_s + prefill_s,
         queue_s=queue_s,
     )

@@ -60,8 +60,6 @@ class Contender:
     """How a contender's fleet and router are made."""
 
     make: MakeRouter
-    foresees: bool = False
-    """As in `simulator.model.replica_model.ReplicaModel`."""
     shares_cache: bool = False
     """Whether all replicas share one infinite cache, to load from which takes no time."""
 
@@ -94,7 +92,6 @@ def _replicas(contender: Contender, options: FleetOptions) -> list[ModelReplica]
             machine_of(machine, slot, options.faults),
             seed=options.seed,
             noise=options.noise,
-            foresees=contender.foresees,
             shared=shared,
         )
         for slot in range(options.replicas)

@@ -63,7 +63,7 @@ class ModelReplica:
     """Serves `submit`, on the present event loop.
 
     ``noise`` is the standard deviation of the logarithm of a step's duration;
-    ``foresees``: keeps a `Foresight`; ``shared`` tiers take the place of its own.
+    ``shared`` tiers take the place of its own, and it keeps a `Foresight`.
     """
 
     def __init__(
@@ -73,7 +73,6 @@ class ModelReplica:
         *,
         seed: int = 0,
         noise: float = 0.0,
-        foresees: bool = False,
         shared: LowerTiers | None = None,
     ) -> None:
         self.slot = slot
@@ -99,7 +98,7 @@ class ModelReplica:
             noise=lambda: chooser.lognormvariate(0.0, noise) if noise else 1.0,
             meter=ReplicaMeter(self.engine.steps, self.engine.loads),
         )
-        self.foresight = Foresight(self.model, lower_tiers) if foresees else None
+        self.foresight = None if shared is None else Foresight(self.model, shared)
         self._serving: dict[SimRequest, Serving] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._numbers = count(1)

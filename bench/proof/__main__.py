@@ -10,7 +10,8 @@
     python -m bench.proof costliest headline-agents-ram1-load0.8 --against vllm-kv-aware
 
 ``make`` needs a clean commit, keeps each case in a file of its own, leaves those alone that
-are there for the same sources, and goes on where it was stopped. ``try`` runs a case, small
+are there for the same sources, goes on where it was stopped, and removes results of cases that no
+longer exist. ``try`` runs a case, small
 if wanted, on the tree as it is, and keeps nothing; without a trace it is generated.
 """
 
@@ -36,6 +37,8 @@ from bench.proof.tree import RESULTS, Tree
 from bench.ttft import BenchError
 
 ROOT: Final = Path(__file__).resolve().parents[2]
+_PLAY_S: Final = 10.0
+"""Mean time of a play on a core of an AMD EPYC, from 34 runs and the simulated time of all."""
 
 
 def _say(text: str) -> None:
@@ -57,14 +60,17 @@ def _traces(arguments: argparse.Namespace) -> dict[str, Path]:
 def _make(arguments: argparse.Namespace) -> int:
     from bench.proof.wired import bench  # noqa: PLC0415
 
+    store, cases = Store(arguments.results), _cases()
+    for name in store.remove_others(each.name for each in cases):
+        _say(f"removed: there is no case {name} any more")
     maker = Maker(
         tree=Tree(ROOT),
-        store=Store(arguments.results),
+        store=store,
         bench=bench(_traces(arguments)),
         jobs=arguments.jobs,
         say=_say,
     )
-    failures = maker.make(chosen(_cases(), arguments.only))
+    failures = maker.make(chosen(cases, arguments.only))
     for each in failures:
         print(f"bench.proof: {each}", file=sys.stderr)
     return 1 if failures else 0
@@ -99,12 +105,12 @@ def _list(arguments: argparse.Namespace) -> int:
         amount = [str(each.plays), f"{each.requests:,}"]
         lines.append([each.name, *amount, _state(each, made, sources)])
     _say(tables.plain(["case", "plays", "requests each", "result"], lines))
-    for name in dict.fromkeys(each.set for each in cases):
-        plays = [each for each in cases if each.set == name]
-        _say(
-            f"{name}: {len(plays)} cases, {sum(each.plays for each in plays):,} plays, "
-            f"{sum(each.plays * each.requests for each in plays) / 1e6:.1f} M requests reported"
-        )
+    lines = []
+    for name in (*dict.fromkeys(each.set for each in cases), "all"):
+        some = [each for each in cases if name in (each.set, "all")]
+        plays = sum(each.plays for each in some)
+        lines.append([name, str(len(some)), f"{plays:,}", f"{plays * _PLAY_S / 60:.0f}"])
+    _say("\n" + tables.plain(["set", "cases", "plays", "minutes of a core, estimated"], lines))
     return 0
 
 

@@ -31,8 +31,7 @@ LABEL_TOLERANCE: Final = 0.03
 
 OURS: Final = "ours"
 SHARED_CACHE: Final = "shared-infinite-cache"
-ORACLE: Final = "oracle"
-BOUNDS: Final = (ORACLE, SHARED_CACHE, "no-queue")
+BOUNDS: Final = (SHARED_CACHE, "no-queue")
 """Contenders that no router could be. What is neither one of these nor ours is a peer."""
 _WITHOUT: Final = f"{OURS}-without-"
 _WITH: Final = f"{OURS}-with-"

@@ -30,7 +30,14 @@ from bench.proof.figures import (
 from bench.proof.results import Result, Row
 
 Metric = Literal[
-    "ttft_mean_s", "ttft_p50_s", "ttft_p90_s", "ttft_p99_s", "total_p50_s", "total_p90_s"
+    "ttft_mean_s",
+    "ttft_p50_s",
+    "ttft_p90_s",
+    "ttft_p99_s",
+    "total_p50_s",
+    "total_p90_s",
+    "output_token_p50_s",
+    "output_token_p90_s",
 ]
 P90: Final[Metric] = "ttft_p90_s"
 MEAN: Final[Metric] = "ttft_mean_s"
@@ -114,44 +121,17 @@ def points(result: Result, contender: str, seed: int) -> list[Point]:
 def goodput_over_seeds(result: Result, contender: str) -> Told:
     """Return a contender's goodput."""
     found = goodputs(result, contender)
-    return Told(
-        estimate=over_seeds([each.load for each in found]), beyond=_beyond(found, raised="above")
-    )
+    return Told(estimate=over_seeds([each.load for each in found]), beyond=_beyond(found))
 
 
-def goodput_ratio(result: Result, one: str, other: str) -> Told | None:
-    """Return one contender's goodput over another's, paired by seed."""
-    ours, theirs = goodputs(result, one), goodputs(result, other)
-    found = ratio([each.load for each in ours], [each.load for each in theirs])
-    if found is None:
-        return None
-    sides = {_beyond(ours, raised="above"), _beyond(theirs, raised="below")} - {""}
-    return Told(estimate=found, beyond=sides.pop() if len(sides) == 1 else _both(sides))
-
-
-def _both(sides: set[Literal["", "at least", "at most", "about"]]) -> Literal["", "about"]:
-    return "about" if sides else ""
-
-
-def _beyond(
-    found: Sequence[Goodput], *, raised: Literal["above", "below"]
-) -> Literal["", "at least", "at most", "about"]:
-    """Return on which side the truth lies, where ``raised`` is the end that would raise it."""
+def _beyond(found: Sequence[Goodput]) -> Literal["", "at least", "at most", "about"]:
+    """Return on which side the truth lies where a search ended before it was found."""
     ends = {each.beyond for each in found} - {None}
     if len(ends) == 2:
         return "about"
     if not ends:
         return ""
-    return "at least" if ends == {raised} else "at most"
-
-
-def best_goodput_peer(result: Result) -> str | None:
-    """Return the peer with the highest goodput; None where no peer took part."""
-    return max(
-        peers(result),
-        key=lambda name: goodput_over_seeds(result, name).estimate.value,
-        default=None,
-    )
+    return "at least" if ends == {"above"} else "at most"
 
 
 PEOPLE_HAVE: Final = ("agents", "conversation", "rounds", "burst", "mixture")

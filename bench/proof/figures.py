@@ -214,6 +214,7 @@ class Figures:
     """
     counts: dict[str, float]
     """What the driver counted over the whole run, warm-up included, such as wasted prefetch."""
+    output_token_p50_s: float | None = None
 
 
 def bound_key(bound_s: float) -> str:
@@ -255,6 +256,7 @@ def figures(
         total_p50_s=_quantile(totals, 0.5),
         total_p90_s=_quantile(totals, 0.9),
         output_token_mean_s=_mean(token_times),
+        output_token_p50_s=_quantile(token_times, 0.5),
         output_token_p90_s=_quantile(token_times, 0.9),
         met={bound_key(each): _share_within(ttfts, each) for each in bounds_s},
         hits=_hits(done),

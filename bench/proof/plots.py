@@ -16,10 +16,12 @@ from bench.proof.compare import P90, points, time
 from bench.proof.figures import MET_SHARE, monotone
 from bench.proof.records import Columns
 from bench.proof.results import Result
-from bench.proof.tables import PLOTS
+from bench.proof.tables import PLOTS, case_label
 
 _DPI: Final = 110
 _SHOWN_LOAD: Final = 0.8
+_LONGEST_BAR_S: Final = 20.0
+"""Longer ones are cut, and say how long they are."""
 _BARS: Final = {
     OURS: ("Warmroute", "#1f6fd1"),
     "vllm-kv-aware": ("vLLM router, KV-aware", "#f28e2b"),
@@ -27,7 +29,7 @@ _BARS: Final = {
     "vllm-cache-aware-tuned": ("vLLM router, cache-aware (tuned)", "#8c8c8c"),
     "llm-d-affinity": ("llm-d, prefix scorer with affinity", "#59a14f"),
 }
-"""Name and colour of each router in the chart of p90: one colour a router."""
+"""Name and colour of each router that leads somewhere: one colour a router."""
 
 
 def write_plots(
@@ -52,7 +54,7 @@ def write_plots(
 
 def _save_p90(path: Path, results: Sequence[Result]) -> None:
     """Draw the p90 TTFT of every router as bars, with intervals, a group for each case."""
-    figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    figure, axes = plt.subplots(figsize=(8, 0.9 + 0.5 * len(results)), layout="constrained")
     positions, labels, at = [], [], 0.0
     for result in results:
         routers = [each for each in result.case.contenders if each in _BARS]
@@ -60,35 +62,43 @@ def _save_p90(path: Path, results: Sequence[Result]) -> None:
             name, colour = _BARS[router]
             if (p90 := time(result, router, P90)) is None:
                 continue
-            axes.barh(at + offset, p90.value, color=colour, label=name, height=0.8)
-            end = p90.value
-            if isfinite(p90.high):  # a single seed has no interval
+            end = min(p90.value, _LONGEST_BAR_S)
+            axes.barh(at + offset, end, color=colour, label=name, height=0.8)
+            if isfinite(p90.high) and p90.high < _LONGEST_BAR_S:  # a single seed has no interval
                 end = p90.high
                 errors = [[p90.value - p90.low], [p90.high - p90.value]]
                 axes.errorbar(p90.value, at + offset, xerr=errors, color="black", linewidth=0.8)
             axes.annotate(f" {p90.value:.1f} s", (end, at + offset), va="center", fontsize=8)
         positions.append(at + (len(routers) - 1) / 2)
-        labels.append(f"{result.case.workload},\nCPU RAM {result.case.ram:g}x GPU cache")
+        pauses = ", long pauses" if result.case.pause_scale != 1 else ""
+        labels.append(f"{result.case.workload}{pauses},\nCPU RAM {result.case.ram:g}x GPU cache")
         at += len(routers) + 0.8
     axes.set_yticks(positions, labels, fontsize=8)
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
     axes.set(xlabel="p90 time to first token, seconds (8 simulated replicas, 80% load)")
     by_name = dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
-    axes.legend(by_name.values(), by_name.keys(), loc="upper right", fontsize=8, frameon=False)
+    figure.legend(
+        by_name.values(),
+        by_name.keys(),
+        loc="outside lower center",
+        ncols=3,
+        fontsize=8,
+        frameon=False,
+    )
     figure.savefig(path, dpi=_DPI, metadata={"Software": None})
     plt.close(figure)
 
 
 def _save(path: Path, results: Sequence[Result], draw: Callable[[Any, Result], None]) -> None:
-    columns = min(2, len(results))
+    columns = min(3, len(results))
     rows = -(-len(results) // columns)
     figure, axes = plt.subplots(
         rows, columns, figsize=(5.5 * columns, 4 * rows), squeeze=False, layout="constrained"
     )
     for each, result in zip(axes.flat, results, strict=False):
         draw(each, result)
-        each.set_title(f"{result.case.workload}, RAM {result.case.ram:g}", fontsize=10)
+        each.set_title(case_label(result.case), fontsize=10)
         each.grid(alpha=0.3)
     for unused in axes.flat[len(results) :]:
         unused.set_visible(False)
@@ -138,5 +148,6 @@ def _looks(contenders: Sequence[str]) -> Mapping[str, dict[str, Any]]:
     for at, name in enumerate(contenders):
         style = ":" if name in BOUNDS else "-" if at < 10 else "--"
         width = 2.4 if name == OURS else 1.2
-        looks[name] = {"color": f"C{at % 10}", "linestyle": style, "linewidth": width}
+        colour = _BARS[name][1] if name in _BARS else f"C{at % 10}"
+        looks[name] = {"color": colour, "linestyle": style, "linewidth": width}
     return looks

@@ -2,7 +2,7 @@
 
 import lzma
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
@@ -17,8 +17,8 @@ _NONE: Final = -1
 class Columns:
     """The reported requests of one run, in order of their numbers; columns of equal length.
 
-    Columns with nothing to tell are empty. Times to first token are whole milliseconds,
-    -1 where a request failed.
+    Columns with nothing to tell are empty. Times are whole milliseconds, -1 where a request
+    failed.
     """
 
     contender: str
@@ -47,6 +47,9 @@ class Columns:
     """What the router predicted for the first token."""
     before_ms: list[int]
     """From sending the request to its arrival at a replica: held, or waiting for KV there."""
+    total_ms: list[int] = field(default_factory=list)
+    """From sending the request to the end of its answer."""
+    output_tokens: list[int] = field(default_factory=list)
 
     @property
     def sessions(self) -> list[int]:
@@ -74,6 +77,8 @@ class Columns:
             "reason": _named(self.reasons, self.reason, at),
             "predicted_ms": self.predicted_ms[at] if self.predicted_ms else None,
             "before_ms": self.before_ms[at] if self.before_ms else None,
+            "total_ms": self.total_ms[at] if self.total_ms else None,
+            "output_tokens": self.output_tokens[at] if self.output_tokens else None,
         }
 
 
@@ -89,7 +94,7 @@ def columns(contender: str, seed: int, told: Iterable[Record]) -> Columns:
         turn=[each.turn for each in records],
         due_s=[round(each.due_s, 1) for each in records],
         prompt_tokens=[each.prompt_tokens for each in records],
-        ttft_ms=[_ttft_ms(each) for each in records],
+        ttft_ms=[_answer_ms(each, each.ttft_s) for each in records],
         replicas=replicas,
         replica=_indices([each.instance_id for each in records], replicas),
         gpu=[each.cached_tokens.get("gpu", 0) for each in records],
@@ -100,6 +105,8 @@ def columns(contender: str, seed: int, told: Iterable[Record]) -> Columns:
         reason=_indices([each.headers.get("reason") for each in records], reasons),
         predicted_ms=_milliseconds([each.predicted_ttft_s for each in records]),
         before_ms=_milliseconds([_before_s(each) for each in records]),
+        total_ms=[_answer_ms(each, each.total_s) for each in records],
+        output_tokens=[each.output_tokens for each in records],
     )
 
 
@@ -114,10 +121,8 @@ def unpacked(data: bytes) -> list[Columns]:
     return [msgspec.json.decode(line, type=Columns) for line in lines]
 
 
-def _ttft_ms(record: Record) -> int:
-    if not answered(record) or record.ttft_s is None:
-        return _NONE
-    return round(record.ttft_s * 1000)
+def _answer_ms(record: Record, time_s: float | None) -> int:
+    return _NONE if time_s is None or not answered(record) else round(time_s * 1000)
 
 
 def _indices(values: Sequence[str | None], names: Sequence[str]) -> list[int]:

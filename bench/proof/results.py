@@ -7,7 +7,7 @@ import hashlib
 import math
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -289,6 +289,14 @@ class Store:
             beside.unlink(missing_ok=True)
         write_whole(self._path(made.case.name), encoded(made))
         return self._path(made.case.name)
+
+    def remove_others(self, names: Iterable[str]) -> list[str]:
+        """Remove the results of all cases but these; return whose."""
+        others = sorted({*self.names()} - {*names})
+        for name in others:
+            self._path(name).unlink()
+            (self.directory / f"{name}.jsonl.xz").unlink(missing_ok=True)
+        return others
 
     def _path(self, name: str) -> Path:
         return self.directory / f"{name}.json"

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from bench.proof import tables
 from bench.proof.case import OURS
-from bench.proof.compare import goodput_over_seeds, rows, time, times
+from bench.proof.compare import goodput_over_seeds, rows, times
 from bench.proof.figures import Figures, bound_key, difference
 from bench.proof.records import Columns
 from bench.proof.results import Result
@@ -21,7 +21,6 @@ _SHARES: Final[tuple[tuple[str, Callable[[Figures], float | None]], ...]] = (
     ("spilled", lambda each: each.spilled),
 )
 _NUMBERS: Final[tuple[tuple[str, Callable[[Figures], float | None]], ...]] = (
-    ("ms/token", lambda each: _thousand(each.output_token_mean_s)),
     ("balance", lambda each: each.balance),
     ("raw load", lambda each: each.played_load),
     ("computed M", lambda each: each.computed_tokens / 1e6),
@@ -51,8 +50,7 @@ def _goodputs(result: Result) -> str:
 
 
 def _times(result: Result) -> str:
-    head = ["", "TTFT mean", "less ours", "p50", "p90", "p99", "whole p50", "whole p90"]
-    head += ["in time", "errors", "429s"]
+    head = ["", *(column for column, _ in tables.COLUMNS), "less ours", "in time", "errors", "429s"]
     lines = []
     for name in result.case.contenders:
         figures = [each.figures for each in rows(result, name)]
@@ -60,24 +58,14 @@ def _times(result: Result) -> str:
         lines.append(
             [
                 name,
-                tables.interval(time(result, name, "ttft_mean_s")),
+                *(tables.told_time(result, name, each) for _, each in tables.COLUMNS),
                 _less_ours(result, name),
-                *(tables.interval(time(result, name, each)) for each in _QUANTILES),
                 tables.percent(statistics.fmean(each.met[key] for each in figures)),
                 str(sum(each.errors for each in figures)),
                 str(sum(each.refused for each in figures)),
             ]
         )
     return tables.plain(head, lines)
-
-
-_QUANTILES: Final = (
-    "ttft_p50_s",
-    "ttft_p90_s",
-    "ttft_p99_s",
-    "total_p50_s",
-    "total_p90_s",
-)
 
 
 def _less_ours(result: Result, name: str) -> str:
@@ -108,10 +96,6 @@ def _mean(
 ) -> str:
     known = [value for each in figures if (value := get(each)) is not None]
     return told(statistics.fmean(known)) if known else "-"
-
-
-def _thousand(seconds: float | None) -> float | None:
-    return None if seconds is None else seconds * 1000
 
 
 Kept = Mapping[str, Any]

@@ -7,9 +7,10 @@ table of that name (`names`), or a plot (`PLOTS`). Pure.
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
-from bench.proof.case import BOUNDS, OURS, Case
+from bench.proof.case import BOUNDS, OURS, SHARED_CACHE, Case
 from bench.proof.compare import (
     MEAN,
     P90,
@@ -82,15 +83,27 @@ Results = Sequence[Result]
 PLOTS: Final = {"goodput": "goodput.png", "ttft": "ttft.png", "p90": "p90.png"}
 """Files in the folder of the results, by what they show."""
 _SETS: Final = {
-    "headline": ("headline", "goodput"),
+    "summary": ("headline",),
+    "headline": ("headline",),
+    "goodput": ("goodput",),
     "regimes": ("headline", "regimes"),
-    "workloads": ("workloads",),
     "ablations": ("ablations",),
     "faults": ("faults",),
-    "streaming": ("streaming",),
+    "streaming": ("headline", "streaming"),
     "peers": ("peers",),
 }
 """Which sets a table is made of."""
+COLUMNS: Final[tuple[tuple[str, Metric], ...]] = (
+    ("TTFT mean", MEAN),
+    ("p50", "ttft_p50_s"),
+    ("p90", P90),
+    ("p99", "ttft_p99_s"),
+    ("answer p50", "total_p50_s"),
+    ("p90", "total_p90_s"),
+    ("TPOT p50, ms", "output_token_p50_s"),
+    ("p90, ms", "output_token_p90_s"),
+)
+"""Times of a contender in one case: seconds, but for the time per output token."""
 
 
 def table(name: str, results: Results) -> str:
@@ -99,6 +112,8 @@ def table(name: str, results: Results) -> str:
     if maker is None:
         raise BenchError(f"there is no table {name!r}: there are {', '.join(_MAKERS)}")
     there = [each for each in results if each.case.set in _SETS[name]]
+    if name == "streaming":
+        there = [each for each in there if each.case.workload == "mixture"]
     if not there:
         raise BenchError(
             f"no results for the table {name!r}: python -m bench.proof make "
@@ -124,33 +139,78 @@ def provenance(results: Results) -> str:
     )
 
 
+def _summary(results: Results) -> str:
+    """Return a row for each case: ours, and ours over the best peer's and one infinite cache's."""
+    head = ["time to first token"]
+    for name in ("mean", "p90"):
+        head += [f"{name}, s", "over the best other router's", "over one infinite cache's"]
+    lines = [[case_label(each.case), *_against_both(each), _failed(each, OURS)] for each in results]
+    return markdown([*head, "failed"], lines)
+
+
+def _failed(result: Result, name: str) -> str:
+    share = failed(result, name)
+    return percent(share) if share else "0"
+
+
+def _against_both(result: Result) -> list[str]:
+    cells = []
+    for metric in (MEAN, P90):
+        ours = time(result, OURS, metric)
+        cells.append(INFINITE if ours is None else number(ours.value))
+        for other in (best_peer(result, metric), SHARED_CACHE):
+            known = other is not None and other in result.case.contenders
+            ratio = time_ratio(result, OURS, str(other), metric) if known else None
+            cells.append(interval(ratio, none="-"))
+    return cells
+
+
+def case_label(case: Case) -> str:
+    """Return workload, pauses, RAM and, if it is not searched for, load."""
+    pauses = f" with pauses {case.pause_scale:g} times as long" if case.pause_scale != 1 else ""
+    load = "" if case.load is None else f", {_load(case)}"
+    return f"{case.workload}{pauses}, RAM {case.ram:g}{load}"
+
+
 def _headline(results: Results) -> str:
-    parts = []
-    for workload, ram in dict.fromkeys((each.case.workload, each.case.ram) for each in results):
-        some = [each for each in results if (each.case.workload, each.case.ram) == (workload, ram)]
-        parts.append(f"**{workload}, CPU RAM {ram:g} times the GPU cache**\n\n{_one_regime(some)}")
-    return "\n\n".join(parts)
+    """Return a table for each case."""
+    return "\n\n".join(f"**{case_label(each.case)}**\n\n{_one_case(each)}" for each in results)
 
 
-def _one_regime(results: Results) -> str:
-    """Return a row for each contender: goodput, then quantiles of TTFT at each load."""
-    search = next((each for each in results if each.case.search is not None), None)
-    loads = sorted(
-        (each for each in results if each.case.load is not None),
-        key=lambda each: each.case.load or 0.0,
-    )
-    bound_s = results[0].case.bound_s
-    head = ["", f"goodput ({bound_s:g} s)"]
-    for each in loads:
-        head += [f"p50 at {_load(each.case)}", "p90", "p99", "failed"]
+def _one_case(result: Result) -> str:
+    """Return a row for each contender; the 95% interval is given of the mean and p90 of TTFT."""
+    head = ["", *(name for name, _ in COLUMNS), "failed"]
     lines = []
-    for name in _order(loads or results):
-        found = search is not None and name in search.case.contenders
-        line = [name, told(goodput_over_seeds(search, name)) if search and found else "-"]
-        for each in loads:
-            line += _quantiles(each, name)
-        lines.append(line)
+    for name in _order([result]):
+        cells = [told_time(result, name, of, short=of not in (MEAN, P90)) for _, of in COLUMNS]
+        lines.append([name, *cells, _failed(result, name)])
     return markdown(head, lines)
+
+
+def told_time(result: Result, name: str, metric: Metric, *, short: bool = False) -> str:
+    """Return a contender's time with its interval, or without: seconds, of TPOT milliseconds."""
+    estimate = time(result, name, metric)
+    is_token_time = metric.startswith("output_token")
+    if estimate is not None and is_token_time:
+        scaled = (1000 * each for each in (estimate.value, estimate.low, estimate.high))
+        value, low, high = scaled
+        estimate = replace(estimate, value=value, low=low, high=high)
+    if estimate is not None and short:
+        return number(estimate.value)
+    return interval(estimate, none="-" if is_token_time else INFINITE)
+
+
+def _goodput(results: Results) -> str:
+    """Return a table for each workload: a row for each contender."""
+    parts = []
+    for each in results:
+        case = each.case
+        head = [case_label(case), f"goodput ({case.bound_s:g} s)"]
+        names = sorted(case.contenders, key=lambda name: (name != OURS, name in BOUNDS))
+        parts.append(
+            markdown(head, [[name, told(goodput_over_seeds(each, name))] for name in names])
+        )
+    return "\n\n".join(parts)
 
 
 def _order(results: Results) -> list[str]:
@@ -164,19 +224,6 @@ def _order(results: Results) -> list[str]:
         return kind, float("inf") if estimate is None else estimate.value
 
     return sorted(known, key=place)
-
-
-def _quantiles(result: Result, name: str) -> list[str]:
-    if name not in result.case.contenders:
-        return ["-"] * 4
-    p50, p99 = time(result, name, "ttft_p50_s"), time(result, name, "ttft_p99_s")
-    share = failed(result, name)
-    return [
-        INFINITE if p50 is None else number(p50.value),
-        interval(time(result, name, P90)),
-        INFINITE if p99 is None else number(p99.value),
-        percent(share) if share else "0",
-    ]
 
 
 def _matrix(results: Results) -> str:
@@ -210,7 +257,7 @@ def _against_best(result: Result) -> str:
 def _ablations(results: Results) -> str:
     ordered = sorted(results, key=lambda each: each.case.regime)
     head = ["without it over with it: p90 of TTFT, then its mean"]
-    head += [f"{each.case.workload}, RAM {each.case.ram:g}, {_load(each.case)}" for each in ordered]
+    head += [case_label(each.case) for each in ordered]
     lines = []
     for each in earned(ordered):
         effects = {effect.case: effect for effect in each.effects}
@@ -267,7 +314,14 @@ def _peers(results: Results) -> str:
 def _times(results: Results, *figures: Metric) -> list[list[str]]:
     """Return a row for each contender: its figures in one result after the other."""
     return [
-        [name, *(interval(time(each, name, of)) for each in results for of in figures)]
+        [
+            name,
+            *(
+                interval(time(each, name, of)) if name in each.case.contenders else "-"
+                for each in results
+                for of in figures
+            ),
+        ]
         for name in _order(results)
     ]
 
@@ -281,9 +335,10 @@ def _percent(load: float) -> str:
 
 
 _MAKERS: Final[Mapping[str, Callable[[Results], str]]] = {
+    "summary": _summary,
     "headline": _headline,
+    "goodput": _goodput,
     "regimes": _matrix,
-    "workloads": _matrix,
     "ablations": _ablations,
     "faults": _faults,
     "streaming": _streaming,

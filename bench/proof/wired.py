@@ -1,14 +1,15 @@
 """The real workloads and the driver of discrete events, as `bench.proof.run` wants them."""
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from bench.discrete.contenders import NAMES, play
 from bench.discrete.play import FleetOptions, Run
 from bench.discrete.replica import Fault
 from bench.proof.run import Bench, FleetPlan
-from bench.workloads.offered import offered
+from bench.workloads.offered import Offered, offered
 from bench.workloads.session import Session
 
 SLOWDOWN: Final = 2.0
@@ -20,7 +21,13 @@ RETURNS_AT: Final = 0.5
 
 def bench(traces: Mapping[str, Path]) -> Bench:
     """Return what runs need, with these traces by workload."""
-    return Bench(offer=offered, play=play_plan, traces=traces)
+    return Bench(offer=offer, play=play_plan, traces=traces)
+
+
+@lru_cache(maxsize=4)
+def offer(workload: str, **arguments: Any) -> Offered:
+    """Return what `offered` does; a seed's contenders follow each other, so it is kept."""
+    return offered(workload, **arguments)
 
 
 def contenders() -> tuple[str, ...]:

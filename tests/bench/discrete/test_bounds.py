@@ -1,4 +1,4 @@
-"""The bounds of all contenders: a cache that all share, and as many replicas as requests."""
+"""The bound of all contenders: one infinite cache, and a router that knows all replicas."""
 
 import asyncio
 from dataclasses import replace
@@ -6,8 +6,8 @@ from itertools import count
 
 import pytest
 
-from bench.discrete.bounds import Oracle, SharedCache
-from bench.discrete.contenders import ORACLE, OURS, SHARED_CACHE, play
+from bench.discrete.bounds import ForesightRouter, SharedCache
+from bench.discrete.contenders import OURS, SHARED_CACHE, play
 from bench.discrete.play import FleetOptions
 from bench.discrete.replica import Fault, ModelReplica
 from bench.discrete.requests import Conversation, Sent
@@ -29,7 +29,7 @@ def sharing(replicas: int) -> list[ModelReplica]:
     """Replicas over one infinite cache, from which loads take no time."""
     at_once = replace(machine(), rates=replace(machine().rates, load_tokens_per_s=1e15))
     shared = SharedCache(CHUNK)
-    return [ModelReplica(slot, at_once, foresees=True, shared=shared) for slot in range(replicas)]
+    return [ModelReplica(slot, at_once, shared=shared) for slot in range(replicas)]
 
 
 @in_model_time
@@ -64,42 +64,40 @@ async def test_the_shared_cache_forgets_nothing_when_a_replica_dies() -> None:
 
 
 class Bench:
-    """An oracle before replicas of their own caches."""
+    """The router before replicas that share a cache."""
 
-    def __init__(self, replicas: int = 2, **changes: float) -> None:
-        self.replicas = [
-            ModelReplica(slot, machine(**changes), foresees=True) for slot in range(replicas)
-        ]
-        self.oracle = Oracle(self.replicas)
+    def __init__(self, replicas: int = 2) -> None:
+        self.replicas = sharing(replicas)
+        self.router = ForesightRouter(self.replicas)
         self.loop = asyncio.get_running_loop()
 
     async def ask(self, tokens: int, *, text: int = 1) -> Sent:
         made = sent(prompt(tokens, text=text), now_s=self.loop.time())
-        await self.oracle.answer(made)
+        await self.router.answer(made)
         return made
 
 
 @in_model_time
-async def test_the_oracle_sends_to_the_replica_that_has_it_on_its_gpu() -> None:
+async def test_the_router_sends_to_the_replica_that_has_it_on_its_gpu() -> None:
     bench = Bench()
     await served(bench.replicas[1], prompt(99))
     asked = await bench.ask(99)
     assert asked.record.instance_id == "r1"
     assert asked.record.ttft_s == pytest.approx(0.019)
-    await bench.oracle.stop()
+    await bench.router.stop()
 
 
 @in_model_time
-async def test_the_oracle_goes_round_a_long_queue() -> None:
+async def test_the_router_goes_round_a_long_queue() -> None:
     bench = Bench()
     await served(bench.replicas[1], prompt(99))
     bench.replicas[1].submit(prompt(900, text=7), 1, Heard())
     assert (await bench.ask(99)).record.instance_id == "r0"
-    await bench.oracle.stop()
+    await bench.router.stop()
 
 
 @in_model_time
-async def test_the_oracle_sends_short_ones_before_long_ones() -> None:
+async def test_the_router_sends_short_ones_before_long_ones() -> None:
     bench = Bench(1)
     first = bench.loop.create_task(bench.ask(900, text=1))
     await asyncio.sleep(0.01)
@@ -107,25 +105,11 @@ async def test_the_oracle_sends_short_ones_before_long_ones() -> None:
     asked = [await each for each in (first, *late)]
     ends_s = [each.record.sent_s + (each.record.total_s or 0.0) for each in asked]
     assert ends_s[0] < ends_s[2] < ends_s[1]
-    await bench.oracle.stop()
+    await bench.router.stop()
 
 
 @in_model_time
-async def test_the_oracle_reads_from_disk_while_a_request_waits() -> None:
-    bench = Bench(1, gpu_tokens=200, cpu_tokens=200)
-    for text in (1, 2):
-        await served(bench.replicas[0], prompt(100 * text, text=text))
-        await asyncio.sleep(1.0)
-    asked = await bench.ask(79, text=1)
-    # Read at once, in 120 ms; loaded in 6; 19 tokens computed in 29.
-    assert asked.record.cached_tokens["gpu"] == 0
-    assert asked.record.cached_tokens["cpu"] + asked.record.cached_tokens["disk"] == 60
-    assert asked.record.ttft_s == pytest.approx(0.155, abs=0.02)
-    await bench.oracle.stop()
-
-
-@in_model_time
-async def test_the_oracle_answers_elsewhere_what_died_before_it_began() -> None:
+async def test_the_router_answers_elsewhere_what_died_before_it_began() -> None:
     bench = Bench()
     await served(bench.replicas[0], prompt(499))
     asking = bench.loop.create_task(bench.ask(999))
@@ -133,11 +117,11 @@ async def test_the_oracle_answers_elsewhere_what_died_before_it_began() -> None:
     bench.replicas[0].die()
     asked = await asking
     assert (asked.record.ok, asked.record.instance_id) == (True, "r1")
-    await bench.oracle.stop()
+    await bench.router.stop()
 
 
 @in_model_time
-async def test_without_a_replica_the_oracle_waits_for_one() -> None:
+async def test_without_a_replica_the_router_waits_for_one() -> None:
     bench = Bench(1)
     bench.replicas[0].die()
     asking = bench.loop.create_task(bench.ask(99))
@@ -147,14 +131,14 @@ async def test_without_a_replica_the_oracle_waits_for_one() -> None:
     asked = await asking
     assert asked.record.ok
     assert asked.record.ttft_s == pytest.approx(3.0 + 0.109, abs=0.1)
-    await bench.oracle.stop()
+    await bench.router.stop()
 
 
 @in_model_time
 async def test_what_fits_nowhere_is_refused() -> None:
     bench = Bench(1)
     assert (await bench.ask(2_000)).record.status == 400
-    await bench.oracle.stop()
+    await bench.router.stop()
 
 
 AGENTS = [
@@ -175,19 +159,17 @@ FLEET = FleetOptions(
 )
 
 
-@pytest.mark.parametrize("name", [ORACLE, SHARED_CACHE])
-def test_no_request_is_lost(name: str) -> None:
-    records = play(name, AGENTS, FLEET).records
+def test_no_request_is_lost() -> None:
+    records = play(SHARED_CACHE, AGENTS, FLEET).records
     assert [each.number for each in records] == list(range(REQUESTS))
     assert all(each.ok for each in records)
 
 
-@pytest.mark.parametrize("name", [ORACLE, SHARED_CACHE])
-def test_of_a_fleet_whose_replica_dies_only_streams_break_off(name: str) -> None:
+def test_of_a_fleet_whose_replica_dies_only_streams_break_off() -> None:
     options = replace(FLEET, faults=[Fault(slot=0, dies_s=2.0, returns_s=4.0)])
     quiet = [replace(each, turns=_whole(each.turns)) for each in AGENTS]
-    assert all(each.ok for each in play(name, quiet, options).records)
-    errors = {each.error for each in play(name, AGENTS, options).records if each.status}
+    assert all(each.ok for each in play(SHARED_CACHE, quiet, options).records)
+    errors = {each.error for each in play(SHARED_CACHE, AGENTS, options).records if each.status}
     assert errors <= {None, "the answer broke off"}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench.discrete.contenders import CONTENDERS, ORACLE, OURS, SHARED_CACHE, play
+from bench.discrete.contenders import CONTENDERS, OURS, SHARED_CACHE, play
 from bench.discrete.play import Contender, FleetOptions, StoppableRouter, play_with
 from bench.discrete.replica import Fault, ModelReplica
 from bench.discrete.requests import Sent
@@ -39,7 +39,7 @@ def told(records: Sequence[Record]) -> list[dict[str, Any]]:
     return [asdict(each) for each in records]
 
 
-@pytest.mark.parametrize("name", [OURS, "power-of-two", "dynamo", ORACLE, SHARED_CACHE])
+@pytest.mark.parametrize("name", [OURS, "power-of-two", "dynamo", SHARED_CACHE])
 def test_the_same_arguments_give_the_same_records(name: str) -> None:
     options = replace(BUSY, faults=[Fault(slot=0, dies_s=2.0, returns_s=3.0)])
     first, again = (play(name, sessions(10), options) for _ in range(2))

@@ -37,7 +37,6 @@ TTFT_S: Mapping[str, float] = {
     "llm-d-affinity": 3.0,
     "vllm-kv-aware": 2.5,
     LEFT_OUT: 2.6,
-    "oracle": 0.9,
     "shared-infinite-cache": 0.8,
     "no-queue": 0.3,
 }
@@ -143,7 +142,7 @@ def case(**more: Any) -> Case:
         "ram": 1.0,
         "requests": 20,
         "seeds": (101, 102, 103),
-        "contenders": ("ours", NEXT, BEST, "oracle", "shared-infinite-cache", "no-queue"),
+        "contenders": ("ours", NEXT, BEST, "shared-infinite-cache", "no-queue"),
         "bound_s": 2.0,
     }
     return Case(**(known | more))

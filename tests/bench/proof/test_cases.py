@@ -5,6 +5,7 @@ import pytest
 from bench.discrete.contenders import PEERS
 from bench.proof.case import DISK_TOKENS_PER_S, is_peer, is_variant
 from bench.proof.cases import (
+    EVERYWHERE,
     FIRST_SEED,
     LEADING,
     SIZES,
@@ -22,6 +23,29 @@ CASES = all_cases(NAMES)
 def test_names_are_unique_and_every_set_has_cases() -> None:
     assert len({each.name for each in CASES}) == len(CASES)
     assert {each.set for each in CASES} == {*SIZES}
+
+
+def test_nothing_is_compared_twice_and_every_regime_is() -> None:
+    compared = [
+        (each.regime, each.fault, each.all_streamed)
+        for each in CASES
+        if each.load is not None and each.set not in {"ablations", "peers"}
+    ]
+    assert len({*compared}) == len(compared)
+    assert len(EVERYWHERE) == (4 * 3 + 2) * 3
+    for each in EVERYWHERE:
+        regime = (each.workload, each.ram, "fast", 1.0, each.load)
+        assert (regime, None, False) in compared
+
+
+def test_the_headline_has_bounds_and_more_than_the_traces() -> None:
+    headline = chosen(CASES, ["headline"])
+    assert {each.workload for each in headline} == {*TRACED, "rounds", "burst", "mixture"}
+    assert [each.name for each in headline if each.pause_scale != 1] == [
+        "headline-agents-ram1-pauses5-load0.8"
+    ]
+    for each in headline:
+        assert each.contenders[-2:] == ("shared-infinite-cache", "no-queue")
 
 
 def test_two_peers_that_the_driver_has_lead_each_workload_wherever_it_is_compared() -> None:
@@ -51,10 +75,10 @@ def test_ablations_have_ours_and_every_mechanism_and_nothing_else() -> None:
 
 def test_a_case_says_how_often_a_workload_is_played() -> None:
     (one,) = chosen(CASES, ["goodput-agents-ram1"])
-    # Between 0.4 and 1.1 loads that are 0.06 apart are found by four halvings.
-    assert one.plays == 4 * len(one.seeds) * len(one.contenders)
+    # Between 0.5 and 1.1 loads that are 0.08 apart are found by three halvings.
+    assert one.plays == 3 * len(one.seeds) * len(one.contenders)
     (other,) = chosen(CASES, ["headline-agents-ram1-load0.8"])
-    assert other.plays == 5 * len(other.contenders)
+    assert other.plays == 4 * len(other.contenders)
 
 
 def test_published_seeds_are_none_that_constants_are_tuned_on() -> None:

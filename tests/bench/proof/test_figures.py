@@ -85,6 +85,8 @@ def test_time_per_output_token_needs_two_tokens() -> None:
     found = told([record(0, output_tokens=1)])
     assert found.output_token_mean_s is None
     assert told([record(0, output_tokens=2)]).output_token_p90_s == pytest.approx(1.0)
+    both = told([record(0, output_tokens=2), record(1), record(2)])
+    assert both.output_token_p50_s == pytest.approx(0.1)
 
 
 def test_nothing_to_report_is_an_error() -> None:

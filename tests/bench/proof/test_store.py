@@ -35,7 +35,7 @@ def test_a_result_is_read_as_it_was_made_to_six_digits() -> None:
     one = made(case())
     read = decoded(encoded(one))
     assert read.case == one.case
-    assert [each.figures.requests for each in read.runs] == [20] * 18
+    assert [each.figures.requests for each in read.runs] == [20] * 15
     assert read.runs[0].figures.ttft_p90_s == pytest.approx(
         one.runs[0].figures.ttft_p90_s, rel=1e-5
     )
@@ -44,7 +44,7 @@ def test_a_result_is_read_as_it_was_made_to_six_digits() -> None:
 
 def test_each_run_stands_on_a_line_of_its_own() -> None:
     lines = encoded(made(case())).decode().splitlines()
-    assert sum(line.startswith('  {"contender":') for line in lines) == 18
+    assert sum(line.startswith('  {"contender":') for line in lines) == 15
 
 
 @pytest.mark.parametrize(
@@ -81,6 +81,17 @@ def test_a_store_finds_what_it_wrote(tmp_path: Path) -> None:
         f"{case().name}.json",
         f"{case().name}.jsonl.xz",
     ]
+
+
+def test_results_of_cases_that_no_longer_exist_are_removed(tmp_path: Path) -> None:
+    store, rans = Store(tmp_path), runs()
+    records = packed(kept_columns(case(), rans))
+    for name in ("stays", "goes"):
+        definition = Definition(case=case(name=name), sources="a", traces={})
+        store.write(result(definition, rans, machine={}, records=records), records)
+    assert store.remove_others(["stays", "to come"]) == ["goes"]
+    there = [each.name for each in tmp_path.iterdir()]
+    assert sorted(there) == ["stays.json", "stays.jsonl.xz"]
 
 
 @pytest.mark.parametrize(
@@ -143,6 +154,7 @@ def test_records_keep_what_is_needed_to_explain_a_request() -> None:
     assert read == told
     assert read.number == [6, 7, 9, 10]
     assert read.ttft_ms == [1000, 1234, -1, -1]
+    assert read.total_ms == [2000, 2234, -1, -1]
     assert read.failed == {9: 429, 10: 0}
     assert read.ttfts_s[2] == float("inf")
     assert read.sessions == [6, 6, 9, 10]
@@ -150,6 +162,7 @@ def test_records_keep_what_is_needed_to_explain_a_request() -> None:
         "turn": 1, "due_s": 3.1, "prompt_tokens": 1000, "ttft_ms": 1234, "replica": "b",
         "gpu": 200, "cpu": 100, "disk": 0, "computed": 700, "status": 200,
         "reason": "session", "predicted_ms": 900, "before_ms": 234,
+        "total_ms": 2234, "output_tokens": 11,
     }  # fmt: skip
     assert (read.row(2)["replica"], read.row(2)["status"]) == (None, 429)
     assert columns("x", 1, [record(0)]).reason == []
@@ -160,8 +173,10 @@ def test_which_records_are_kept() -> None:
     assert [each.contender for each in kept_columns(case(), rans)] == [*case().contenders]
     small = case(set="regimes")
     assert [each.contender for each in kept_columns(small, rans)] == [
-        "ours", BEST, "oracle", "shared-infinite-cache",
-    ]  # fmt: skip
+        "ours",
+        BEST,
+        "shared-infinite-cache",
+    ]
     assert [each.contender for each in kept_columns(case(set="ablations"), rans)] == ["ours"]
 
 
