@@ -133,8 +133,8 @@ class PrefetchRequest(
 ):
     """``POST /prefetch``: promote these chunks to the cpu tier and pin them.
 
-    The pins last for ``pin_s``, whatever requests use the chunks meanwhile. The
-    answer comes when all is there, or after ``wait_s``, whichever is first;
+    A chunk's pin lasts for ``pin_s``, or until as many requests have used the chunk as
+    prefetched it. The answer comes when all is there, or after ``wait_s``, whichever is first;
     the promotion goes on in either case.
     """
 

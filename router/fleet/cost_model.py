@@ -389,7 +389,7 @@ class PredictionErrors:
 
 
 class RecentWork:
-    """How busy a replica, or a fleet, was over about the last `CostWeights.recent_s`."""
+    """How busy a fleet was over about the last `CostWeights.recent_s`."""
 
     def __init__(self, weights: CostWeights = DEFAULT_WEIGHTS) -> None:
         self._recent_s = weights.recent_s
@@ -397,7 +397,7 @@ class RecentWork:
         self._as_of_s = 0.0
 
     def note(self, busy_s: float, now_s: float) -> None:
-        """Add a request that keeps the replica busy for ``busy_s``."""
+        """Add a request that keeps a replica busy for ``busy_s``."""
         self._busy_s = self._busy_s * self._kept(now_s) + busy_s
         self._as_of_s = now_s
 

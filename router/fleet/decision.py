@@ -63,9 +63,9 @@ class Candidate:
     waiting: int = 0
     """Requests at the replica, or reserved for it, without a first token yet."""
     busy_share: float = 0.0
-    """Share of time that recent requests took: the mean of the replica's own share and the
-    fleet's, since an idle replica's time has value while others are busy. Above 1 the load exceeds
-    the capacity."""
+    """Share of all replicas' time that recent requests took; above 1 the load exceeds the capacity.
+    Not the replica's own share: what made it busy waits there and counts already, and a prompt
+    that leaves it for that reason takes its KV with it."""
 
     @property
     def replica_id(self) -> str:

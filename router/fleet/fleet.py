@@ -110,8 +110,7 @@ class Fleet:
                 self.sessions.forget(session)  # its home may have been removed
             self.sessions.note(session, replica.serial, now_s)
         self.started += 1
-        for recent in (self._recent, replica.recent):
-            recent.note(decision.picked.cost.busy_s, now_s)
+        self._recent.note(decision.picked.cost.busy_s, now_s)
         return Ticket(
             decision,
             now_s,

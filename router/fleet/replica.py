@@ -14,7 +14,7 @@ from typing import Final
 from router.config.cost_weights import DEFAULT_WEIGHTS, CostWeights
 from router.config.settings import BreakerConfig, RatesConfig, ReplicaConfig
 from router.fleet.breaker import Breaker, Circuit
-from router.fleet.cost_model import CostModel, CostPart, PredictionErrors, RecentWork
+from router.fleet.cost_model import CostModel, CostPart, PredictionErrors
 from router.fleet.replica_queue import ReplicaQueue
 from router.index.kv_events import FirstBlocks, explains, find_shape
 from router.index.lmcache_keys import LmcacheKeys
@@ -141,7 +141,6 @@ class Replica:
     fetching_until_s: float = 0.0
     """Predicted end of all fetches requested so far: the next fetch begins then."""
     queue: ReplicaQueue = field(default_factory=ReplicaQueue)
-    recent: RecentWork = field(default_factory=RecentWork)
     errors: PredictionErrors = field(default_factory=PredictionErrors)
     """Errors of its predicted TTFTs."""
     started: int = 0
@@ -181,7 +180,6 @@ class Replica:
             config=config,
             weights=weights,
             rates=CostModel(rates, weights),
-            recent=RecentWork(weights),
             kv_bytes_per_token=rates.kv_bytes_per_token,
         )
 

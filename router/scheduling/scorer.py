@@ -121,7 +121,7 @@ class Scorer:
             waiting=replica.waiting
             + replica.others_waiting
             + self._reserved.requests(replica.slot),
-            busy_share=(replica.recent.share(self._now_s) + self._busy_share) / 2,
+            busy_share=self._busy_share,
         )
         slow = [tier for tier in SLOW_TIERS if matched.get(tier)]
         if not slow:

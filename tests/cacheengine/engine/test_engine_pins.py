@@ -116,17 +116,41 @@ def _prefetched(make_bench: MakeBench) -> Bench:
     return bench
 
 
-@pytest.mark.parametrize("holder", [None, "another"])
-def test_one_requests_use_does_not_end_the_pins_for_another(
-    make_bench: MakeBench, holder: str | None
-) -> None:
+def test_one_requests_use_does_not_end_the_pins_for_another(make_bench: MakeBench) -> None:
     bench = _prefetched(make_bench)
     bench.promote(keys(1, 2, 3, 4), pin_s=10, holder="another")
-    bench.engine.hold(keys(1, 2, 3, 4), holder=holder)
+    bench.engine.hold(keys(1, 2, 3, 4), holder="one")
     bench.engine.release(keys(1, 2, 3, 4))
     bench.store(keys(*range(10, 18)))
     assert bench.engine.match(keys(1, 2, 3, 4)) == ["cpu"] * 4
     bench.clock.advance(10)
+    bench.store(keys(*range(20, 28)))
+    assert bench.engine.match(keys(1, 2, 3, 4)) == ["disk"] * 4
+
+
+def test_a_use_ends_the_pin_of_one_prefetch(make_bench: MakeBench) -> None:
+    """Two requests prefetched the chunks: they are kept until both have loaded them."""
+    bench = _prefetched(make_bench)
+    bench.promote(keys(1, 2, 3, 4), pin_s=10)
+    bench.engine.hold(keys(1, 2, 3, 4), holder="one")
+    bench.engine.release(keys(1, 2, 3, 4))
+    bench.store(keys(*range(10, 18)))
+    bench.finish_puts()
+    assert bench.engine.match(keys(1, 2, 3, 4)) == ["cpu"] * 4
+    bench.engine.hold(keys(1, 2, 3, 4), holder="two")
+    bench.engine.release(keys(1, 2, 3, 4))
+    bench.store(keys(*range(20, 28)))
+    assert bench.engine.match(keys(1, 2, 3, 4)) == ["disk"] * 4
+
+
+def test_a_pin_that_ran_out_is_not_owed_a_use(make_bench: MakeBench) -> None:
+    """Its request never came: the next prefetch and its request are one pin and one use again."""
+    bench = _prefetched(make_bench)
+    bench.clock.advance(10)
+    assert bench.engine.expire_pins() == 4
+    bench.promote(keys(1, 2, 3, 4), pin_s=10)
+    bench.engine.hold(keys(1, 2, 3, 4), holder="one")
+    bench.engine.release(keys(1, 2, 3, 4))
     bench.store(keys(*range(20, 28)))
     assert bench.engine.match(keys(1, 2, 3, 4)) == ["disk"] * 4
 
