@@ -9,7 +9,7 @@ A request enters and leaves in one of these ways:
 1. Its replica can soon begin with it, and nobody before it waits for that replica: it is admitted
    on arrival, and counts as in flight from then on.
 2. The queue is full: 429 on arrival, or when it makes room for another client's request.
-3. It would wait longer than it may: 429 on arrival.
+3. No replica is predicted to begin with it within the time that it may wait: 429 on arrival.
 4. It waits, until a dispatch finds its replica ready: it is placed again and admitted.
 5. It waits, until its deadline passes: 429.
 6. It waits, until no replica can take it, or placing it fails: that error.
@@ -356,9 +356,9 @@ class AdmissionQueue:
     ) -> Admitted | WaitingRequest:
         """Admit a request, or let it wait if its replica is busy and it need not go ``at_once``.
 
-        It waits for ``max_wait_s`` or the configured time, whichever is less. Raises
-        `RateLimitedError` if the queue is full, or if it is predicted to wait for longer, and what
-        `RequestScheduler.place` raises.
+        It waits here for ``max_wait_s`` or the configured time, whichever is less. Raises
+        `RateLimitedError` if the queue is full, or if no replica is predicted to begin with it
+        within that time, and what `RequestScheduler.place` raises.
         """
         if not at_once:
             self.refuse_if_full(request.client, now_s)
@@ -382,10 +382,10 @@ class AdmissionQueue:
             kv=picked.kv,
             may_wait_s=self._may_wait_s(picked),
         )
+        if may_wait and (wait_s := _least_wait_s(decision)) > permitted_s:  # case 3
+            raise _never_in_time(wait_s, permitted_s)
         if not may_wait or self._may_go(waiting, now_s):  # case 1
             return self._admit(decision, now_s)
-        if (wait_s := self._least_wait_s(decision)) > permitted_s:  # case 3
-            raise _never_in_time(wait_s, permitted_s)
         if (displaced := self._queue.make_room(request.client)) is not None:
             self._displaced.append(displaced)
             self._ready_s = now_s
@@ -472,10 +472,6 @@ class AdmissionQueue:
     def _may_wait_s(self, candidate: Candidate) -> float:
         return self._config.dispatch_ahead_s + candidate.cost.fetched_s
 
-    def _least_wait_s(self, decision: Decision) -> float:
-        """Return how long a newcomer is predicted to wait here, at the replica ready first."""
-        return min(each.cost.queue_s - self._may_wait_s(each) for each in decision.candidates)
-
     def _may_go(self, waiting: WaitingRequest, now_s: float) -> bool:
         """Whether its replica can take a newcomer, and nobody before it waits for that replica."""
         if not self._is_ready(waiting, now_s):
@@ -539,11 +535,16 @@ class AdmissionQueue:
         return seconds
 
 
+def _least_wait_s(decision: Decision) -> float:
+    """Return how long a newcomer waits, here and at its replica, until one begins with it."""
+    return min(each.cost.queue_s for each in decision.candidates)
+
+
 def _never_in_time(wait_s: float, permitted_s: float) -> RateLimitedError:
     return RateLimitedError(
-        f"no replica is predicted to take the request within {permitted_s:g} s, the longest wait "
-        "(admission.max_wait_s in the router's configuration, or the client's own limit), but in "
-        f"{wait_s:.1f} s; send it again later",
+        f"no replica is predicted to begin with the request within {permitted_s:g} s, the longest "
+        "wait (admission.max_wait_s in the router's configuration, or the client's own limit), but "
+        f"in {wait_s:.1f} s; send it again later",
         cause="deadline",
         retry_after_s=max(1, ceil(wait_s - permitted_s)),
     )
