@@ -145,9 +145,10 @@ class OurRouter:
 
     async def answer(self, sent: Sent) -> None:
         """Answer as `router.proxy.Proxy` does: admit, stage, forward, learn."""
-        keys = PromptKeyCache(sent.prompt)
         failed: list[str] = []
         try:
+            self._admission.refuse_if_full(None)
+            keys = PromptKeyCache(sent.prompt)
             for _ in range(self._config.retries + 1):
                 if await self._try(sent, keys, failed):
                     return

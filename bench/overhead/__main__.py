@@ -15,7 +15,8 @@ gains by choosing a replica well shows here at all.
 tokens and keys it knows, which publish what they store: with prompts never seen
 its memo misses, in conversations it hits. `picker` and `picker-text` are Envoy and
 our picker together, `envoy` is Envoy alone. `bare-picker` is Envoy with a picker
-that gives one answer to all: what asking costs.
+that gives one answer to all: what asking costs. `ours-full` has a full queue and
+answers every request with 429: what refusing costs, compared with `ours-text`.
 """
 
 import argparse

@@ -9,13 +9,18 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from http.client import HTTPConnection
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from bench.environments import NotInstalledError, installed
-from bench.overhead.cases import MODEL
+from bench.overhead.cases import MODEL, PATH
+from bench.overhead.fake_replicas import HELD_TOKENS
 from bench.replica.local import router_command
 from bench.ttft import BenchError
 from cacheengine.launch.vllm_launch import free_ports
@@ -29,6 +34,8 @@ DIRECT: Final = "direct"
 BARE_PROXY: Final = "aiohttp-proxy"
 OURS_TEXT: Final = "ours-text"
 OURS_TOKENS: Final = "ours-tokens"
+OURS_FULL: Final = "ours-full"
+"""Ours with a full queue: it refuses every request."""
 PICKER: Final = "picker"
 PICKER_TEXT: Final = "picker-text"
 BARE_PICKER: Final = "bare-picker"
@@ -75,6 +82,10 @@ class Contender:
     """
     needs_events: bool = False
     """Whether its replicas serve their tokenizer and publish KV events."""
+    refuses: bool = False
+    """Whether it is filled, so that it answers every further request with 429."""
+    counts_placings: bool = False
+    """Whether its metrics say how long placing took."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +122,22 @@ def contenders(python: PeersPython) -> dict[str, Contender]:
         Contender(name=BARE_PROXY, launch=_bare_proxy),
         Contender(name=SGLANG, launch=partial(_sglang, python)),
         Contender(name=VLLM, launch=partial(_vllm, python)),
-        Contender(name=OURS_TEXT, launch=partial(_ours, OURS_TEXT, knows_tokens=False)),
+        Contender(
+            name=OURS_TEXT,
+            launch=partial(_ours, OURS_TEXT, knows_tokens=False),
+            counts_placings=True,
+        ),
         Contender(
             name=OURS_TOKENS,
             launch=partial(_ours, OURS_TOKENS, knows_tokens=True),
             needs_events=True,
+            counts_placings=True,
+        ),
+        Contender(
+            name=OURS_FULL,
+            launch=partial(_ours, OURS_FULL, knows_tokens=False, more=_FULL),
+            refuses=True,
+            counts_placings=True,
         ),
         Contender(name=PICKER, launch=partial(_picker, knows_tokens=True), needs_events=True),
         Contender(name=PICKER_TEXT, launch=partial(_picker, knows_tokens=False)),
@@ -196,7 +218,52 @@ def _knows_fleet(url: str, replicas: Sequence[str], *, knows_tokens: bool) -> bo
     return knows_all and explained["exact_tokens"] is knows_tokens
 
 
-def _ours(name: str, replicas: Sequence[str], directory: Path, *, knows_tokens: bool) -> Launch:
+_FULL: Final[Mapping[str, Any]] = {
+    # A request that is never answered is believed to keep its replica busy for hours.
+    "rates": {"prefill_tokens_per_s": 0.001},
+    "admission": {"max_waiting": 0},
+    "retries": 0,
+}
+
+
+def fill(running: Running, replicas: int, open_until: ExitStack) -> None:
+    """Send a router a request for each replica that is never answered."""
+    address = urlsplit(running.urls[0])
+    assert address.hostname is not None
+    for number in range(replicas):
+        message = {"role": "user", "content": f"{number} is held"}
+        body = json.dumps({"model": MODEL, "messages": [message], "max_tokens": HELD_TOKENS})
+        connection = HTTPConnection(address.hostname, address.port)
+        open_until.callback(connection.close)
+        connection.request("POST", PATH, body, {"Content-Type": "application/json"})
+        _wait_until_in_flight(running.urls[0], number + 1)
+
+
+def _wait_until_in_flight(url: str, requests: int) -> None:
+    deadline_s = time.monotonic() + _READY_S
+    while metric(url, "in_flight") < requests:
+        if time.monotonic() > deadline_s:
+            raise BenchError(f"the router at {url} has not sent {requests} requests")
+        time.sleep(_POLL_S)
+
+
+def metric(url: str, name: str) -> float:
+    """Return one of a router's metrics, summed over its labels."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"{url}/metrics", timeout=5.0) as answer:
+        lines = answer.read().decode().splitlines()
+    given = re.compile(rf"warmroute_{name}(?:{{.*}})? (\S+)")
+    return sum(float(found[1]) for each in lines if (found := given.fullmatch(each)))
+
+
+def _ours(
+    name: str,
+    replicas: Sequence[str],
+    directory: Path,
+    *,
+    knows_tokens: bool,
+    more: Mapping[str, Any] = MappingProxyType({}),
+) -> Launch:
     (port,) = free_ports(1)
     path = directory / f"{name}.yaml"
     # Everything else keeps its default: the router finds out what its replicas offer.
@@ -204,6 +271,7 @@ def _ours(name: str, replicas: Sequence[str], directory: Path, *, knows_tokens: 
         "port": port,
         "log_level": "warning",
         "replicas": [{"url": each} for each in replicas],
+        **more,
     }
     path.write_text(json.dumps(config, indent=2), encoding="utf-8")
     url = f"http://127.0.0.1:{port}"

@@ -91,6 +91,9 @@ def _usage(tokens: int) -> dict[str, int]:
     }
 
 
+HELD_TOKENS: Final = 10**9
+"""A request for this many tokens is never answered."""
+
 Step = Callable[[], bool]
 """Sends a stream's next event; returns whether more will come."""
 
@@ -253,6 +256,8 @@ class Connection(asyncio.Protocol):
     def _complete(self, body: bytes) -> None:
         found = _TOKENS.search(body)
         tokens = int(found[1]) if found else SHORT_TOKENS
+        if tokens == HELD_TOKENS:
+            return
         if _STREAMED not in body:
             self._write(_WHOLE)
         elif tokens <= SHORT_TOKENS:

@@ -37,6 +37,8 @@ class Sample:
     whole_p99_s: float | None
     late_p99_s: float | None
     """How much later than due the load generator took up a request; None where none was due."""
+    place_s: float | None = None
+    """Mean time of placing a request; None where none was placed, or that is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,7 @@ class Used:
     cpu_s: float | None
     stream_bytes: float | None
     replicas_cpu_s: float
+    place_s: float | None = None
 
 
 def sample(number: int, outcome: Outcome, used: Used) -> Sample:
@@ -65,6 +68,7 @@ def sample(number: int, outcome: Outcome, used: Used) -> Sample:
         whole_p50_s=_at(outcome.whole_s, 0.5),
         whole_p99_s=_at(outcome.whole_s, 0.99),
         late_p99_s=_at(outcome.late_s, 0.99),
+        place_s=used.place_s,
     )
 
 
@@ -114,6 +118,8 @@ class Figures:
     load_cpu_share: Spread | None
     """How busy the load generator was: 1 is a whole core."""
     replicas_cpu_share: Spread | None
+    place_ms: Spread | None = None
+    """Milliseconds that placing a request took."""
 
 
 def figures(
@@ -143,6 +149,7 @@ def figures(
         stream_kib=Spread.of([_scaled(each.stream_bytes, KIB) for each in samples]),
         load_cpu_share=Spread.of([each.load_cpu_s / each.elapsed_s for each in samples]),
         replicas_cpu_share=Spread.of([each.replicas_cpu_s / each.elapsed_s for each in samples]),
+        place_ms=Spread.of([_scaled(each.place_s, MS) for each in samples]),
     )
 
 

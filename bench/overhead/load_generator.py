@@ -45,6 +45,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     rate_per_s: float | None
     connections: int
     """Requests under way at once, where there is no rate."""
+    status: int = 200
+    """Of every answer; one that is not 200 may have any body."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,11 +111,11 @@ class Connection(asyncio.Protocol):
         """Whether another request can be sent."""
         return self._transport is not None and not self._transport.is_closing()
 
-    async def ask(self, request: bytes, expected: bytes) -> Timing:
+    async def ask(self, request: bytes, expected: bytes, status: int = _OK) -> Timing:
         """Send a request; return when its answer has come whole.
 
-        Raises `BadAnswerError` when it is not 200 with the ``expected`` body, and
-        TimeoutError.
+        Raises `BadAnswerError` when it has another ``status``, or is 200 with another body than
+        ``expected``, and TimeoutError.
         """
         assert self._transport is not None
         self._answered = asyncio.get_running_loop().create_future()
@@ -127,7 +129,12 @@ class Connection(asyncio.Protocol):
         finally:
             self._answered = None
         timing = Timing(self._sent_s, self._first_s, self._read_s)
-        _check(self._parser.get_status_code(), b"".join(self._parts), expected)
+        body = b"".join(self._parts)
+        if self._parser.get_status_code() != status:
+            shown = body[:_ERROR_CHARS].decode(errors="replace")
+            raise BadAnswerError(f"{self._parser.get_status_code()}: {shown}")
+        if status == _OK:
+            _check(body, expected)
         return timing
 
     def close(self) -> None:
@@ -176,9 +183,7 @@ class Connection(asyncio.Protocol):
             self._answered.set_exception(BadAnswerError(what))
 
 
-def _check(status: int, body: bytes, expected: bytes) -> None:
-    if status != _OK:
-        raise BadAnswerError(f"{status}: {body[:_ERROR_CHARS].decode(errors='replace')}")
+def _check(body: bytes, expected: bytes) -> None:
     if body != expected:
         at = next(
             (i for i, pair in enumerate(zip(body, expected, strict=False)) if pair[0] != pair[1]),
@@ -193,9 +198,10 @@ def _check(status: int, body: bytes, expected: bytes) -> None:
 class Connections:
     """Connections to one or several addresses in turn, opened when none is idle."""
 
-    def __init__(self, urls: Sequence[str], expected: bytes) -> None:
+    def __init__(self, urls: Sequence[str], expected: bytes, status: int = _OK) -> None:
         self._urls = deque(urls)
         self._expected = expected
+        self._status = status
         self._idle: dict[str, deque[Connection]] = {url: deque() for url in urls}
 
     async def ask(self, body: bytes) -> Timing:
@@ -204,7 +210,7 @@ class Connections:
         self._urls.rotate(-1)
         connection = self._idle_one(url) or await _open(url)
         try:
-            timing = await connection.ask(_request(url, body), self._expected)
+            timing = await connection.ask(_request(url, body), self._expected, self._status)
         except (BadAnswerError, TimeoutError):
             connection.close()
             raise
@@ -329,7 +335,7 @@ def in_turns(sequences: Sequences) -> Iterator[tuple[int, bytes]]:
 async def generate(plan: Plan) -> None:
     """Carry out a plan."""
     sequences = prompts.read(Path(plan.bodies))
-    connections = Connections(plan.urls, expected(plan.answer, plan.tokens))
+    connections = Connections(plan.urls, expected(plan.answer, plan.tokens), plan.status)
     sent = Sent()
     gc.freeze()
     gc.disable()

@@ -12,6 +12,7 @@ from bench.overhead.rounds import Results
 _COLUMNS: Final = (
     ("CPU ms/req", "cpu_ms", 2),
     ("x proxy", "cpu_to_proxy", 2),
+    ("placing ms", "place_ms", 2),
     ("req/s", "requests_per_s", 0),
     ("first p50", "first_p50_ms", 2),
     ("p99", "first_p99_ms", 1),

@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +16,14 @@ import msgspec
 
 from bench.overhead import cases as prompts
 from bench.overhead.cases import WARM_UP, Case
-from bench.overhead.contenders import CannotRunError, Contender, check_knows_tokens, start
+from bench.overhead.contenders import (
+    CannotRunError,
+    Contender,
+    check_knows_tokens,
+    fill,
+    metric,
+    start,
+)
 from bench.overhead.fake_replicas import known_prompts, write_prompts
 from bench.overhead.figures import Sample, Used, sample
 from bench.overhead.load_generator import GO, Line, Outcome, Plan
@@ -24,6 +31,8 @@ from bench.processes import Usage, session_usage
 from bench.ttft import BenchError
 from router.launch.processes import ChildFailedError, ProcessGroup, tail
 
+_OK: Final = 200
+_REFUSED: Final = 429
 _SETTLE_S: Final = 0.2
 """After the last answer a contender is still busy: with its books, and with KV events."""
 _LEAST_OPEN: Final = 0.5
@@ -74,6 +83,19 @@ class Watched:
     pid: int | None
     """The contender's; None for one that has none."""
     replicas_pid: int
+    status: int = 200
+    """Of all its answers."""
+    metrics_url: str | None = None
+    """Of a router whose metrics say how long placing took."""
+
+    def placed(self) -> tuple[float, float]:
+        """Return how many requests were placed, and how long that took in all, in seconds."""
+        if self.metrics_url is None:
+            return 0.0, 0.0
+        count, seconds = (
+            metric(self.metrics_url, f"place_seconds_{each}") for each in ("count", "sum")
+        )
+        return count, seconds
 
     def use(self) -> Usage | None:
         """Return what the contender has used."""
@@ -97,7 +119,9 @@ def measure(
         tokens=case.tokens,
         rate_per_s=case.rate_per_s,
         connections=connections,
+        status=watched.status,
     )
+    placed_before = watched.placed()
     stream_bytes: float | None = None
     with _generator(plan) as begin:
         before, replicas_before = watched.use(), session_usage(watched.replicas_pid)
@@ -117,8 +141,14 @@ def measure(
         cpu_s=None if before is None or after is None else after.cpu_s - before.cpu_s,
         stream_bytes=stream_bytes,
         replicas_cpu_s=replicas_after.cpu_s - replicas_before.cpu_s,
+        place_s=_mean_s(placed_before, watched.placed()),
     )
     return sample(number, outcome, used)
+
+
+def _mean_s(before: tuple[float, float], after: tuple[float, float]) -> float | None:
+    count, seconds = (late - early for early, late in zip(before, after, strict=True))
+    return seconds / count if count else None
 
 
 @contextmanager
@@ -176,6 +206,8 @@ class Ground:
     """What else runs in a round, next to the contenders."""
 
     group: ProcessGroup
+    open_until: ExitStack
+    """For connections that are open until the round's end."""
     directory: Path
     """For logs and configurations."""
     replicas_pid: int
@@ -221,8 +253,12 @@ def run_round(
 
     A contender that cannot be started is left out, of the rounds that follow too.
     """
-    with tempfile.TemporaryDirectory() as made, ProcessGroup(grace_s=_GRACE_S) as group:
-        ground = _ground(group, Path(made), prepared)
+    with (
+        tempfile.TemporaryDirectory() as made,
+        ProcessGroup(grace_s=_GRACE_S) as group,
+        ExitStack() as open_until,
+    ):
+        ground = _ground(group, open_until, Path(made), prepared)
         lanes: dict[str, Lane] = {}
         for name, contender in contenders.items():
             if name not in results.why_not:
@@ -255,8 +291,16 @@ def _start(contender: Contender, ground: Ground, prepared: Prepared) -> Lane:
     replicas = ground.telling if contender.needs_events else ground.silent
     running = start(contender, ground.group, replicas, ground.directory)
     lane = Lane(
-        urls=running.urls, watched=Watched(pid=running.pid, replicas_pid=ground.replicas_pid)
+        urls=running.urls,
+        watched=Watched(
+            pid=running.pid,
+            replicas_pid=ground.replicas_pid,
+            status=_REFUSED if contender.refuses else _OK,
+            metrics_url=running.urls[0] if contender.counts_placings else None,
+        ),
     )
+    if contender.refuses:
+        fill(running, len(replicas), ground.open_until)
     warm = measure(
         WARM_UP, prepared.warm_up, lane.urls, lane.watched, connections=_WARM_UP_AT_ONCE, number=-1
     )
@@ -267,7 +311,9 @@ def _start(contender: Contender, ground: Ground, prepared: Prepared) -> Lane:
     return lane
 
 
-def _ground(group: ProcessGroup, directory: Path, prepared: Prepared) -> Ground:
+def _ground(
+    group: ProcessGroup, open_until: ExitStack, directory: Path, prepared: Prepared
+) -> Ground:
     """Start the fake replicas."""
     command = [sys.executable, "-m", "bench.overhead.fake_replicas"]
     if prepared.known is not None:
@@ -280,6 +326,7 @@ def _ground(group: ProcessGroup, directory: Path, prepared: Prepared) -> Ground:
         raise BenchError(str(error)) from None
     return Ground(
         group=group,
+        open_until=open_until,
         directory=directory,
         replicas_pid=pid,
         silent=tuple(each["url"] for each in told["silent"]),

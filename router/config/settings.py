@@ -184,7 +184,8 @@ class AdmissionConfig:
     max_waiting: int = setting(4096, at_least=0)
     """Requests held at once. Further requests get 429."""
     max_wait_s: float = setting(60.0, above=0)
-    """Longest time that a request is held; then it gets 429. A client may ask for less."""
+    """Longest time that a request is held; then it gets 429. If no replica is predicted to
+    begin with it within that time, it gets 429 at once. A client may ask for less."""
     dispatch_ahead_s: float = setting(4.0, at_least=0)
     """Predicted work, in seconds, that may be queued at a replica before a request is sent to it.
     Lower values let short requests overtake; higher values keep replicas from going idle."""

@@ -16,9 +16,10 @@ disk and remote. Stock vLLM reports its prefills in its metrics. For a server th
 one number is fitted: how much longer than predicted a prefill takes that no other one delays. No
 rate is inferred from a whole TTFT, because the sum does not tell its parts apart.
 
-**No belief cuts off its own evidence.** A rate of disk or remote that made the router stop using
-the tier would never be measured again. So `CostModel.tick` returns to the start value of a way of
-fetching that was not measured for a minute, and the scorer uses a tier of unknown speed.
+**No belief cuts off its own evidence.** A rate that made the router stop using a tier or a replica
+would never be measured again. So `CostModel.tick` returns to the start value of a rate that was not
+measured for a minute (of computing: while the replica was idle), and the scorer uses a tier of
+unknown speed.
 """
 
 from collections import deque
@@ -34,7 +35,7 @@ from router.config.settings import RatesConfig
 from warmroute_common.agent_protocol import ComputeRates
 
 _KNOWN_TICKS: Final = 60
-"""Seconds after which a rate of fetching that was not measured again counts as not known."""
+"""Seconds after which a rate that was not measured again counts as not known."""
 _COPY_KEPT: Final = 0.75
 """Weight of a copy after the next one."""
 _ALONE_KEPT: Final = 9
@@ -66,7 +67,7 @@ class CostPart(IntEnum):
     """A byte, from another replica to CPU RAM."""
 
 
-_FETCHES: Final = (CostPart.DISK, CostPart.REMOTE, CostPart.PEER)
+_COMPUTING: Final = (CostPart.PREFILL, CostPart.ATTENTION, CostPart.DECODE)
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen: many are made for each decision
@@ -271,7 +272,7 @@ class CostModel:
 
     def _scale_compute(self, factor: float, measured_on: float) -> None:
         """Multiply the start values of computing by ``factor``."""
-        for part in (CostPart.PREFILL, CostPart.ATTENTION, CostPart.DECODE):
+        for part in _COMPUTING:
             self._seconds[part] = factor * self._start[part]
             self._measured_on[part] = measured_on
             self._age[part] = 0
@@ -299,13 +300,14 @@ class CostModel:
         measured_on = self.measured_on(CostPart.PEER) + nbytes
         self.report(CostPart.PEER, per_second, measured_on)
 
-    def tick(self) -> None:
-        """Forget the speed of a way of fetching that was not measured for a minute; once a second.
+    def tick(self, *, is_idle: bool = True) -> None:
+        """Forget a speed that was not measured for a minute; to be called once a second.
 
-        The start value counts again then.
+        The start value counts again then. Speeds of computing are kept while the replica is not
+        idle: a server may show them only in prefills that no other one delays.
         """
-        for part in _FETCHES:
-            if part not in self._age:
+        for part in list(self._age):
+            if part in _COMPUTING and not is_idle:
                 continue
             self._age[part] += 1
             if self._age[part] > _KNOWN_TICKS:
@@ -313,6 +315,8 @@ class CostModel:
                 self._seconds[part] = self._start[part]
                 if part is CostPart.PEER:
                     self._copied = (0.0, 0.0)
+                elif part is CostPart.PREFILL:
+                    self._alone.clear()
 
     def take_over(self, known: "Mapping[CostPart, CostModel]") -> None:
         """Use other replicas' measurements for the rates that were not measured here."""

@@ -513,7 +513,7 @@ class Replicas(dict[str, Replica]):
         """
         known: dict[CostPart, CostModel] = {}
         for each in self.values():
-            each.rates.tick()
+            each.rates.tick(is_idle=not each.in_flight)
             known |= dict.fromkeys(each.rates.measured(), each.rates)
         for each in self.values():
             each.rates.take_over(known)

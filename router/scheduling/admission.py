@@ -8,22 +8,24 @@ A request enters and leaves in one of these ways:
 
 1. Its replica can soon begin with it, and nobody before it waits for that replica: it is admitted
    on arrival, and counts as in flight from then on.
-2. The queue is full: 429 on arrival.
-3. It waits, until a dispatch finds its replica ready: it is placed again and admitted.
-4. It waits, until its deadline passes: 429.
-5. It waits, until no replica can take it, or placing it fails: that error.
-6. Its client leaves, or the router stops: it is removed.
+2. The queue is full: 429 on arrival, or when it makes room for another client's request.
+3. No replica is predicted to begin with it within the time that it may wait: 429 on arrival.
+4. It waits, until a dispatch finds its replica ready: it is placed again and admitted.
+5. It waits, until its deadline passes: 429.
+6. It waits, until no replica can take it, or placing it fails: that error.
+7. Its client leaves, or the router stops: it is removed.
 """
 
 import asyncio
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import ceil, inf
 from typing import Final
 
-from router.fleet.decision import Decision
+from router.fleet.decision import Candidate, Decision
 from router.fleet.in_flight import Ticket
 from router.fleet.replica import Replica, ReplicaState
 from router.fleet.replica_queue import NO_KV, KvNeed
@@ -32,8 +34,12 @@ from router.scheduling.scorer import ReservedWork
 from warmroute_common.api_errors import OverloadedError, RateLimitedError
 from warmroute_common.command_line import counted
 
+_TAKING: Final = frozenset({ReplicaState.UP, ReplicaState.UNKNOWN})
+"""States of replicas that may get a request: those not probed yet, while none is up."""
 _PLACINGS_PER_DISPATCH: Final = 8
 """Placings in one dispatch, of ready and of other requests each: nothing else runs meanwhile."""
+_MOST_IN_PART: Final = 64
+"""Requests of which the work is summed one by one: the square root of a long queue."""
 _TOLERANCE_S: Final = 1e-6
 """A queue is too long only by more than this: sums of times are not exact."""
 _RECHECK_S: Final = 0.25
@@ -58,13 +64,84 @@ class WaitingRequest:
     service_s: float
     """Predicted time that it will take of the replica."""
     replica: Replica
-    """The replica that it would go to."""
+    """The replica that it would go to; changed by `WaitingQueue.revalue`."""
     kv: KvNeed = NO_KV
     """KV memory that it will take."""
     may_wait_s: float = 0.0
     """How long it may wait at the replica: a fetch overlaps that, if it is sent this early."""
     number: int = 0
     """Order of arrival; set by `WaitingQueue`."""
+
+
+class WorkInOrder:
+    """The service times of waiting requests in their order, with the sum of those before a place.
+
+    The order is cut into parts of at most `_MOST_IN_PART`, and each part's sum is kept. So a change
+    or a sum costs about the same in a queue of thousands as in a short one.
+    """
+
+    def __init__(self) -> None:
+        # The parts are in order, and none is empty. A part's sum is computed again when the part
+        # changes: adding and subtracting for hours would make it wrong.
+        self._parts: list[list[tuple[float, int, float]]] = []
+        self._firsts: list[tuple[float, int]] = []
+        self._sums: list[float] = []
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    def add(self, key: float, number: int, service_s: float) -> None:
+        """Add a request; its ``number`` separates it from others with this key."""
+        at = max(0, bisect_right(self._firsts, (key, number)) - 1)
+        if not self._parts:
+            self._insert_part(0, [])
+        insort(self._parts[at], (key, number, service_s))
+        if len(self._parts[at]) > _MOST_IN_PART:
+            half = len(self._parts[at]) // 2
+            self._insert_part(at + 1, self._parts[at][half:])
+            del self._parts[at][half:]
+        self._changed(at)
+
+    def remove(self, key: float, number: int) -> None:
+        """Remove a request that was added with this key and number."""
+        at = bisect_right(self._firsts, (key, number)) - 1
+        part = self._parts[at]
+        del part[bisect_left(part, (key, number))]
+        self._changed(at)
+
+    def before(self, place: tuple[float, int]) -> tuple[int, float]:
+        """Return how many requests have a lower key and number, and their service times' sum."""
+        whole = max(0, bisect_left(self._firsts, place) - 1)
+        count, total_s = sum(map(len, self._parts[:whole])), sum(self._sums[:whole])
+        if whole < len(self._parts):
+            part = self._parts[whole]
+            at = bisect_left(part, place)
+            count, total_s = count + at, total_s + _service_s(part[:at])
+        return count, total_s
+
+    def check(self) -> None:
+        """Raise AssertionError if the parts are not in order, or a kept value is wrong."""
+        entries = list(chain.from_iterable(self._parts))
+        assert entries == sorted(entries)
+        assert self._firsts == [each[0][:2] for each in self._parts]
+        assert self._sums == [_service_s(each) for each in self._parts]
+        assert all(len(each) <= _MOST_IN_PART for each in self._parts)
+
+    def _insert_part(self, at: int, part: list[tuple[float, int, float]]) -> None:
+        self._parts.insert(at, part)
+        self._firsts.insert(at, (part[0][:2] if part else (-inf, 0)))
+        self._sums.insert(at, _service_s(part))
+
+    def _changed(self, at: int) -> None:
+        part = self._parts[at]
+        if part:
+            self._firsts[at], self._sums[at] = part[0][:2], _service_s(part)
+        else:
+            del self._parts[at], self._firsts[at], self._sums[at]
+
+
+def _service_s(part: Sequence[tuple[float, int, float]]) -> float:
+    return sum(service_s for _, _, service_s in part)
 
 
 class WaitingQueue:
@@ -89,6 +166,8 @@ class WaitingQueue:
         self._ageing = ageing
         self._longest_s = ageing * max_wait_s / 2
         self._by_client: Counter[str | None] = Counter()
+        self._by_slot: dict[int, WorkInOrder] = {}
+        """By the slot of a replica, the requests that would go there."""
         self._added = 0
         # The numbers are unique: requests themselves are never compared.
         self._order: list[tuple[float, int, WaitingRequest]] = []
@@ -137,14 +216,17 @@ class WaitingQueue:
         """Return the first ``limit`` requests, or all; a copy."""
         return [waiting for _, _, waiting in self._order[:limit]]
 
-    def ahead_of(self, service_s: float, arrived_s: float) -> Sequence[WaitingRequest]:
-        """Return the requests that go before one of this service and arrival."""
-        return self.in_order(bisect_left(self._order, (self._key(service_s, arrived_s),)))
+    def ahead_of(self, service_s: float, arrived_s: float, number: int = 0) -> "WorkAhead":
+        """Return the work that goes before a request of this service, arrival and number.
 
-    def revalue(self, waiting: WaitingRequest, service_s: float) -> None:
-        """Move a request to the place of another service time; nothing if it does not wait."""
+        It is read from the queue when it is asked for: use it before the queue changes.
+        """
+        return WorkAhead(self._by_slot, (self._key(service_s, arrived_s), number))
+
+    def revalue(self, waiting: WaitingRequest, service_s: float, replica: Replica) -> None:
+        """Move a request to another service time and replica; nothing if it does not wait."""
         if self.remove(waiting):
-            waiting.service_s = service_s
+            waiting.service_s, waiting.replica = service_s, replica
             self._insert(waiting)
 
     def remove(self, waiting: WaitingRequest) -> bool:
@@ -156,6 +238,10 @@ class WaitingQueue:
         self._by_client[client] -= 1
         if not self._by_client[client]:
             del self._by_client[client]
+        slot = waiting.replica.slot
+        self._by_slot[slot].remove(key, waiting.number)
+        if not self._by_slot[slot]:
+            del self._by_slot[slot]
         return _take(self._deadlines, waiting.deadline_s, waiting)
 
     def expired(self, now_s: float) -> Sequence[WaitingRequest]:
@@ -167,12 +253,16 @@ class WaitingQueue:
         return late
 
     def check(self) -> None:
-        """Raise AssertionError if the two orders do not hold the same requests, in order."""
+        """Raise AssertionError if the orders do not hold the same requests, in order."""
         assert self._order == sorted(self._order)
         assert self._deadlines == sorted(self._deadlines)
         assert {each for *_, each in self._order} == {each for *_, each in self._deadlines}
         assert len(self) == len(self._deadlines) <= self._max_waiting
         assert self._by_client == Counter(each.request.client for *_, each in self._order)
+        by_slot = Counter(each.replica.slot for *_, each in self._order)
+        assert {slot: len(work) for slot, work in self._by_slot.items()} == by_slot
+        for work in self._by_slot.values():
+            work.check()
 
     def _key(self, service_s: float, arrived_s: float) -> float:
         return min(service_s, self._longest_s) + self._ageing * arrived_s
@@ -180,8 +270,33 @@ class WaitingQueue:
     def _insert(self, waiting: WaitingRequest) -> None:
         key = self._key(waiting.service_s, waiting.arrived_s)
         self._by_client[waiting.request.client] += 1
+        work = self._by_slot.setdefault(waiting.replica.slot, WorkInOrder())
+        work.add(key, waiting.number, waiting.service_s)
         insort(self._order, (key, waiting.number, waiting))
         insort(self._deadlines, (waiting.deadline_s, waiting.number, waiting))
+
+
+class WorkAhead(ReservedWork):
+    """The work of waiting requests before a place in the queue, by the slots of their replicas."""
+
+    def __init__(self, by_slot: Mapping[int, WorkInOrder], place: tuple[float, int]) -> None:
+        self._by_slot = by_slot
+        self._place = place
+        self._known: dict[int, tuple[int, float]] = {}
+
+    def work_s(self, slot: int) -> float:
+        """Return the seconds of a replica's time that are reserved."""
+        return self._before(slot)[1]
+
+    def requests(self, slot: int) -> int:
+        """Return how many requests will come to a replica."""
+        return self._before(slot)[0]
+
+    def _before(self, slot: int) -> tuple[int, float]:
+        if (known := self._known.get(slot)) is None:
+            work = self._by_slot.get(slot)
+            known = self._known[slot] = (0, 0.0) if work is None else work.before(self._place)
+        return known
 
 
 def _take(
@@ -241,8 +356,9 @@ class AdmissionQueue:
     ) -> Admitted | WaitingRequest:
         """Admit a request, or let it wait if its replica is busy and it need not go ``at_once``.
 
-        It waits for ``max_wait_s`` or the configured time, whichever is less. Raises
-        `RateLimitedError` if the queue is full, and what `RequestScheduler.place` raises.
+        It waits here for ``max_wait_s`` or the configured time, whichever is less. Raises
+        `RateLimitedError` if the queue is full, or if no replica is predicted to begin with it
+        within that time, and what `RequestScheduler.place` raises.
         """
         if not at_once:
             self.refuse_if_full(request.client, now_s)
@@ -252,19 +368,22 @@ class AdmissionQueue:
             # Rates differ slightly between replicas: requests of about the same length count too.
             # Otherwise a burst of equal prompts would all wait for the replica of the last one.
             about_s = decision.picked.cost.busy_s * (1.0 + self._fleet.weights.alike_share)
-            before = self._queue.ahead_of(about_s, now_s)
-            if any(each.replica.slot == decision.picked.replica.slot for each in before):
-                decision = self._scheduler.place(request, now_s, _reserved(before))
+            ahead = self._queue.ahead_of(about_s, now_s)
+            if ahead.requests(decision.picked.replica.slot):
+                decision = self._scheduler.place(request, now_s, ahead)
         picked = decision.picked
+        permitted_s = min(max_wait_s, self._config.max_wait_s)
         waiting = WaitingRequest(
             request=request,
             arrived_s=now_s,
-            deadline_s=now_s + min(max_wait_s, self._config.max_wait_s),
+            deadline_s=now_s + permitted_s,
             service_s=picked.cost.busy_s,
             replica=picked.replica,
             kv=picked.kv,
-            may_wait_s=self._may_wait_s(decision),
+            may_wait_s=self._may_wait_s(picked),
         )
+        if may_wait and (wait_s := _least_wait_s(decision)) > permitted_s:  # case 3
+            raise _never_in_time(wait_s, permitted_s)
         if not may_wait or self._may_go(waiting, now_s):  # case 1
             return self._admit(decision, now_s)
         if (displaced := self._queue.make_room(request.client)) is not None:
@@ -293,29 +412,30 @@ class AdmissionQueue:
         """
         ended: list[tuple[WaitingRequest, End]] = [
             (each, self._too_late(each, now_s))
-            for each in self._queue.expired(now_s)  # case 4
+            for each in self._queue.expired(now_s)  # case 5
         ]
         ended += [(each, self._full(now_s)) for each in self._displaced]
         self._displaced.clear()
-        reserved, passed = ReservedWork(), _Passed()
+        passed, first = _Passed(), []
         placings_left = {True: _PLACINGS_PER_DISPATCH, False: _PLACINGS_PER_DISPATCH}
         free = self._free(now_s)
         for waiting in self._queue.in_order():
-            is_ready = passed.lets(waiting) and (
-                waiting.replica.is_held_off or self._is_ready(waiting, now_s)
-            )
-            end = None
+            lets = passed.lets(waiting)
+            is_ready = lets and (waiting.replica.is_held_off or self._is_ready(waiting, now_s))
             model = waiting.request.model
-            if placings_left[is_ready] and (is_ready or any(each.serves(model) for each in free)):
+            may_go = is_ready or (free and any(each.serves(model) for each in free))
+            if may_go and placings_left[is_ready]:
                 placings_left[is_ready] -= 1
-                end = self._place_again(waiting, reserved, now_s)
-            if end is None:
-                reserved.add(waiting.replica.slot, waiting.service_s)
+                end = self._place_again(waiting, now_s)
+                if end is not None:
+                    self._queue.remove(waiting)
+                    ended.append((waiting, end))
+                    continue
+                lets = passed.lets(waiting)  # it may wait for another replica now
+            if lets:
+                first.append(waiting)
                 passed.note(waiting)
-            else:
-                self._queue.remove(waiting)
-                ended.append((waiting, end))
-        self._ready_s = self._next_ready_s(now_s)
+        self._ready_s = self._next_ready_s(first, now_s)
         return ended
 
     def next_dispatch_s(self, now_s: float) -> float:
@@ -325,23 +445,21 @@ class AdmissionQueue:
         return min(self._ready_s, self._queue.next_deadline_s, now_s + _RECHECK_S)
 
     def leave(self, waiting: WaitingRequest) -> None:
-        """Remove a request (case 6); nothing if its waiting has ended."""
+        """Remove a request (case 7); nothing if its waiting has ended."""
         self._queue.remove(waiting)
 
-    def _place_again(
-        self, waiting: WaitingRequest, reserved: ReservedWork, now_s: float
-    ) -> End | None:
+    def _place_again(self, waiting: WaitingRequest, now_s: float) -> End | None:
         """Place a request again: admit it, or note what it waits for and return None."""
+        ahead = self._queue.ahead_of(waiting.service_s, waiting.arrived_s, waiting.number)
         try:
-            decision = self._scheduler.place(waiting.request, now_s, reserved)
+            decision = self._scheduler.place(waiting.request, now_s, ahead)
         except Exception as error:  # noqa: BLE001  (its client gets it; those behind continue)
-            return error  # case 5
+            return error  # case 6
         picked = decision.picked
-        waiting.replica, waiting.kv = picked.replica, picked.kv
-        waiting.may_wait_s = self._may_wait_s(decision)
-        if self._is_ready(waiting, now_s):  # case 3
+        self._queue.revalue(waiting, picked.cost.busy_s, picked.replica)
+        waiting.kv, waiting.may_wait_s = picked.kv, self._may_wait_s(picked)
+        if self._is_ready(waiting, now_s):  # case 4
             return self._admit(decision, now_s, waited_s=now_s - waiting.arrived_s)
-        self._queue.revalue(waiting, picked.cost.busy_s)
         return None
 
     def _admit(self, decision: Decision, now_s: float, waited_s: float = 0.0) -> Admitted:
@@ -351,19 +469,18 @@ class AdmissionQueue:
 
     # --- whether replicas can soon begin
 
-    def _may_wait_s(self, decision: Decision) -> float:
-        return self._config.dispatch_ahead_s + decision.picked.cost.fetched_s
+    def _may_wait_s(self, candidate: Candidate) -> float:
+        return self._config.dispatch_ahead_s + candidate.cost.fetched_s
 
     def _may_go(self, waiting: WaitingRequest, now_s: float) -> bool:
         """Whether its replica can take a newcomer, and nobody before it waits for that replica."""
         if not self._is_ready(waiting, now_s):
             return False
-        before = self._queue.ahead_of(waiting.service_s, now_s)
-        return all(each.replica is not waiting.replica for each in before)
+        return not self._queue.ahead_of(waiting.service_s, now_s).requests(waiting.replica.slot)
 
     def _is_ready(self, waiting: WaitingRequest, now_s: float) -> bool:
         """Whether the request's replica can soon begin with it, or takes no requests."""
-        if waiting.replica.state is not ReplicaState.UP:
+        if waiting.replica.state not in _TAKING:
             return True  # it is placed again
         wait_s = waiting.replica.queue.wait_s(now_s, waiting.kv)
         return wait_s <= waiting.may_wait_s + _TOLERANCE_S
@@ -371,18 +488,13 @@ class AdmissionQueue:
     def _free(self, now_s: float) -> list[Replica]:
         """Return the replicas that can soon begin with some request."""
         longest_s = self._config.dispatch_ahead_s + _TOLERANCE_S
-        up = (each for each in self._fleet.replicas.values() if each.state is ReplicaState.UP)
-        return [each for each in up if each.queue.wait_s(now_s) <= longest_s]
+        taking = (each for each in self._fleet.replicas.values() if each.state in _TAKING)
+        return [each for each in taking if each.queue.wait_s(now_s) <= longest_s]
 
-    def _next_ready_s(self, now_s: float) -> float:
-        """Return when a request's replica, or any busy replica, is predicted to be ready."""
-        if not len(self):
+    def _next_ready_s(self, first: Sequence[WaitingRequest], now_s: float) -> float:
+        """Return when the replica of one of the first, or any busy replica, should be ready."""
+        if not first:
             return inf
-        first, passed = [], _Passed()
-        for each in self._queue.in_order():
-            if passed.lets(each):
-                first.append(each)
-                passed.note(each)
         after_s = [each.replica.queue.wait_s(now_s, each.kv) - each.may_wait_s for each in first]
         free_after_s = (
             each.queue.wait_s(now_s) - self._config.dispatch_ahead_s
@@ -415,12 +527,27 @@ class AdmissionQueue:
         """Return the predicted seconds until the whole queue is dispatched; computed rarely."""
         until_s, seconds = self._retry_after
         if now_s >= until_s:
-            up = [each for each in self._fleet.replicas.values() if each.state is ReplicaState.UP]
+            taking = [each for each in self._fleet.replicas.values() if each.state in _TAKING]
             work_s = sum(each.service_s for each in self._queue.in_order())
-            work_s += sum(each.queue.wait_s(now_s) for each in up)
-            seconds = max(1, ceil(work_s / max(1, len(up))))
+            work_s += sum(each.queue.wait_s(now_s) for each in taking)
+            seconds = max(1, ceil(work_s / max(1, len(taking))))
             self._retry_after = (now_s + _RETRY_AFTER_KEPT_S, seconds)
         return seconds
+
+
+def _least_wait_s(decision: Decision) -> float:
+    """Return how long a newcomer waits, here and at its replica, until one begins with it."""
+    return min(each.cost.queue_s for each in decision.candidates)
+
+
+def _never_in_time(wait_s: float, permitted_s: float) -> RateLimitedError:
+    return RateLimitedError(
+        f"no replica is predicted to begin with the request within {permitted_s:g} s, the longest "
+        "wait (admission.max_wait_s in the router's configuration, or the client's own limit), but "
+        f"in {wait_s:.1f} s; send it again later",
+        cause="deadline",
+        retry_after_s=max(1, ceil(wait_s - permitted_s)),
+    )
 
 
 class _Passed:
@@ -441,13 +568,6 @@ class _Passed:
         """Note a request that continues to wait."""
         slot = waiting.replica.slot
         self._may_wait_s[slot] = max(self._may_wait_s.get(slot, -inf), waiting.may_wait_s)
-
-
-def _reserved(waiting: Sequence[WaitingRequest]) -> ReservedWork:
-    reserved = ReservedWork()
-    for each in waiting:
-        reserved.add(each.replica.slot, each.service_s)
-    return reserved
 
 
 class AdmissionController:

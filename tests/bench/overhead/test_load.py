@@ -43,12 +43,12 @@ class Scripted(asyncio.Protocol):
 
 @asynccontextmanager
 async def answering(
-    *scripts: list[bytes | None], requests: list[bytes] | None = None
+    *scripts: list[bytes | None], requests: list[bytes] | None = None, status: int = 200
 ) -> AsyncIterator[Connections]:
     left = list(scripts)
     seen: list[bytes] = [] if requests is None else requests
     async with listening(lambda: Scripted(left, seen)) as url:
-        connections = Connections([url], EXPECTED)
+        connections = Connections([url], EXPECTED, status)
         yield connections
         connections.close()
 
@@ -89,6 +89,15 @@ async def test_any_other_answer_is_an_error_that_says_what_came(
 ) -> None:
     async with answering(script) as connections:
         with pytest.raises(BadAnswerError, match=why):
+            await connections.ask(b"{}")
+
+
+async def test_where_refusals_are_measured_any_other_answer_is_an_error() -> None:
+    refusal = b"HTTP/1.1 429 No\r\nContent-Length: 4\r\n\r\nfull"
+    async with answering([refusal], [WHOLE], status=429) as connections:
+        timing = await connections.ask(b"{}")
+        assert timing.first_s <= timing.end_s
+        with pytest.raises(BadAnswerError, match="200: onetwo"):
             await connections.ask(b"{}")
 
 

@@ -17,6 +17,7 @@ from bench.overhead.cases import DEFAULT as CASES
 from bench.overhead.contenders import (
     BARE_PROXY,
     DIRECT,
+    OURS_FULL,
     OURS_TEXT,
     OURS_TOKENS,
     PACKAGES,
@@ -169,6 +170,21 @@ def test_a_small_run_measures_everybody_and_nothing_fails(
             assert found[name]["cpu_ms"]["median"] > 0
             memory = found[name]["stream_kib"]
             assert (memory is not None) == (case["case"] == "1k-slow")
+
+
+@pytest.mark.slow
+def test_a_full_router_refuses_every_request_without_a_placing(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path / "tokenizer")
+    out = tmp_path / "overhead.json"
+    options = ["--tokenizer", str(tmp_path / "tokenizer"), "--json", str(out)]
+    names = [OURS_TEXT, OURS_FULL]
+    assert main(["--quick", "--contender", *names, "--case", "1k-piece", *options]) == 0
+    report = json.loads(out.read_text())
+    assert report["left_out"] == {}
+    [case] = report["cases"]
+    answering, refusing = case["contenders"]
+    assert (refusing["requests"], refusing["errors"]) == (case["requests"], 0)
+    assert answering["place_ms"]["median"] > 0 and refusing["place_ms"] is None
 
 
 def test_a_case_or_contender_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

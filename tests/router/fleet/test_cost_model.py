@@ -76,7 +76,7 @@ def test_what_is_no_measurement_changes_nothing(per_second: float) -> None:
     assert rates.per_second(CostPart.DISK) == pytest.approx(1e8)
 
 
-def test_a_speed_of_fetching_that_is_not_measured_again_is_forgotten() -> None:
+def test_a_speed_that_is_not_measured_again_is_forgotten() -> None:
     """Else a tier that was slow once would not be used, and so never measured, again."""
     rates = CostModel(CONFIG)
     rates.report(CostPart.DISK, 1e6, 1e9)
@@ -87,9 +87,25 @@ def test_a_speed_of_fetching_that_is_not_measured_again_is_forgotten() -> None:
         rates.tick()
     assert not rates.knows(CostPart.DISK)
     assert rates.per_second(CostPart.DISK) == pytest.approx(1e8)
-    assert rates.knows(CostPart.LOAD), "loads take place whatever they cost"
+    assert not rates.knows(CostPart.LOAD), "prompts may go where less is loaded"
     rates.report(CostPart.DISK, 2e8, 2e9)
     assert rates.per_second(CostPart.DISK) == pytest.approx(2e8)
+
+
+def test_a_speed_of_computing_is_forgotten_only_while_the_replica_is_idle() -> None:
+    """A busy server that reports nothing shows it rarely; one that gets no requests never."""
+    rates, work = CostModel(CONFIG), Work(new_tokens=4000)
+    before_s = rates.cost(work).prefill_s
+    for _ in range(9):
+        rates.note_alone(work, 100 * before_s)
+    for _ in range(200):
+        rates.tick(is_idle=False)
+    assert rates.cost(work).prefill_s == pytest.approx(100 * before_s, rel=0.01)
+    for _ in range(61):
+        rates.tick(is_idle=True)
+    assert rates.cost(work).prefill_s == before_s
+    rates.note_alone(work, 2 * before_s)
+    assert rates.cost(work).prefill_s < 2.1 * before_s, "what was seen before is forgotten, too"
 
 
 def test_later_copies_count_more() -> None:

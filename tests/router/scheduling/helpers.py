@@ -62,7 +62,7 @@ def peer_info(name: str, **changes: Any) -> InstanceInfo:
 
 
 def make_learned_fleet(
-    count: int = 1, *, policy: PolicyName = "ttft", learned: bool = True, **admission: Any
+    count: int = 1, *, policy: PolicyName = "ttft", is_probed: bool = True, **admission: Any
 ) -> Fleet:
     replicas = tuple(
         ReplicaConfig(url=f"http://host:{8000 + number}", instance_id=f"r{number}")
@@ -77,7 +77,7 @@ def make_learned_fleet(
             admission=AdmissionConfig(**({"dispatch_ahead_s": 0.5} | admission)),
         )
     )
-    for each in fleet.replicas.values():
+    for each in fleet.replicas.values() if is_probed else ():
         fleet.up(each.id)
     return fleet
 
@@ -120,6 +120,7 @@ class Driver:
         max_wait_s: float = float("inf"),
         model: str | None = None,
         client: str | None = None,
+        streamed: bool = True,
     ) -> bool:
         """Let a request arrive; return whether it is admitted.
 
@@ -130,7 +131,11 @@ class Driver:
             prompt = tokens(round(prompt * 1000), start=start)
 
         request = PlacementRequest(
-            keys=PromptKeyCache(prompt), model=model, session=session, client=client
+            keys=PromptKeyCache(prompt),
+            model=model,
+            session=session,
+            client=client,
+            streamed=streamed,
         )
         end = self.queue.arrive(request, now_s, at_once=at_once, max_wait_s=max_wait_s)
         if isinstance(end, Admitted):

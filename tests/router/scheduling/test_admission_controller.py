@@ -39,7 +39,13 @@ async def slow_router(fleet: Fleet, *, replicas: int = 1, **changes: Any) -> Run
         ReplicaConfig(url=fleet.one.url, instance_id="one"),
         ReplicaConfig(url=fleet.two.url, instance_id="two"),
     )
-    values = {"policy": "ttft", "rates": SLOW, "replicas": configured[:replicas]}
+    patient = AdmissionConfig(max_wait_s=360_000.0)
+    values = {
+        "policy": "ttft",
+        "rates": SLOW,
+        "replicas": configured[:replicas],
+        "admission": patient,
+    }
     return await fleet.router(**(values | changes))
 
 
@@ -83,7 +89,7 @@ async def test_the_shortest_goes_first(
     fleet: Fleet, client: aiohttp.ClientSession, eventually: Wait
 ) -> None:
     answer = hold(fleet.one)
-    router = await slow_router(fleet, admission=AdmissionConfig(max_wait_s=36_000.0))
+    router = await slow_router(fleet)
     tasks = [await first_in(client, router, fleet.one)]
     tasks.append(asyncio.create_task(post(client, router, LONG)))
     await eventually(lambda: len(router.parts.admission) == 1)

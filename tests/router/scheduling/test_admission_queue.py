@@ -166,23 +166,53 @@ def test_some_must_not_wait() -> None:
 
 
 def test_too_late() -> None:
-    driver = Driver(make_learned_fleet(2, max_wait_s=2.0))
-    for name in "ab":
-        driver.ask(name, 10.0)
-    for name, seconds in (("c", 3.0), ("d", 5.0)):
-        driver.ask(name, seconds)
-    driver.ask("e", 6.0, max_wait_s=1.0)
-    assert driver.dispatch(0.9) == ""
-    assert driver.queue.next_dispatch_s(0.9) == 1.0
-    driver.dispatch(1.0)
-    late = driver.refused["e"]
+    """The prediction was right, until shorter requests came."""
+    driver = Driver(make_learned_fleet(max_wait_s=5.0))
+    driver.ask("a", 4.0)
+    assert not driver.ask("long", 3.0), "3.6 s, as predicted"
+    for name in "bcde":
+        assert not driver.ask(name, 0.5, 1.0)
+    went = [driver.dispatch(at / 10) for at in range(10, 50)]
+    assert "".join(went) == "bcd"
+    assert driver.queue.next_dispatch_s(4.9) == 5.0
+    driver.dispatch(5.0)
+    late = driver.refused["long"]
     assert isinstance(late, RateLimitedError)
-    assert late.message.startswith("no replica could take the request within 1 s")
-    # Twice 10.5 left at the replicas, 3.1 for c and 5.4 for d, shared by two.
-    assert (late.status, late.cause, late.retry_after_s) == (429, "deadline", 15)
-    driver.dispatch(2.0)
-    assert sorted(driver.refused) == ["c", "d", "e"]
-    assert driver.in_flight() == 2 and not len(driver.queue)
+    assert late.message.startswith("no replica could take the request within 5 s")
+    # What is left at the replica, and e; the request itself does not count.
+    assert (late.status, late.cause, late.retry_after_s) == (429, "deadline", 2)
+
+
+@pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "whole"])
+@pytest.mark.parametrize("is_probed", [True, False], ids=["probed", "just-started"])
+def test_a_request_that_would_wait_too_long_is_refused_at_once(
+    streamed: bool, is_probed: bool
+) -> None:
+    """By start values alone: nothing was answered, and whole answers show no first token."""
+    driver = Driver(make_learned_fleet(max_wait_s=60.0, is_probed=is_probed))
+    assert driver.ask("a", 10.0, streamed=streamed)
+    with pytest.raises(RateLimitedError, match=r"within 2 s, .* but in 11\.\d s") as caught:
+        driver.ask("b", 3.0, max_wait_s=2.0, streamed=streamed)
+    assert (caught.value.cause, caught.value.retry_after_s) == ("deadline", 10)
+    assert not driver.ask("c", 3.0, max_wait_s=12.0, streamed=streamed)
+    with pytest.raises(RateLimitedError):
+        driver.ask("d", 3.5, max_wait_s=12.0, streamed=streamed)
+    assert not driver.ask("e", 2.0, max_wait_s=12.0, streamed=streamed), "it goes before c"
+    assert len(driver.queue) == 2 and driver.in_flight() == 1
+    assert driver.ask("f", 50.0, at_once=True, max_wait_s=0.0, streamed=streamed)
+
+
+def test_a_request_that_one_replica_can_take_in_time_is_not_refused() -> None:
+    """The replica with its KV would take it too late, the other one in time."""
+    driver, known = Driver(make_learned_fleet(2, max_wait_s=60.0)), text(80_000)
+    assert driver.ask("a", known)
+    home = driver.admitted["a"].decision.replica_id
+    assert driver.ask("b", 5.0)
+    assert driver.admitted["b"].decision.replica_id != home
+    assert not driver.ask("c", known, max_wait_s=10.0)
+    assert driver.waiting["c"].replica.id == home
+    with pytest.raises(RateLimitedError):
+        driver.ask("d", known, max_wait_s=1.0)
 
 
 def test_a_full_queue_refuses_without_a_placing() -> None:
@@ -279,18 +309,6 @@ def test_a_replica_that_is_up_again_gets_those_who_wait_for_another() -> None:
     assert driver.admitted["b"].decision.replica_id == "r1"
 
 
-def test_whoever_sends_a_request_again_is_told_of_those_who_are_before_it_then() -> None:
-    """A request that has waited loses its place with its deadline."""
-    driver = Driver(make_learned_fleet(max_wait_s=10.0))
-    driver.ask("a", 20.0)
-    driver.ask("long", 6.0)
-    driver.ask("short", 3.0, 9.0)
-    driver.dispatch(10.0)
-    late = driver.refused["long"]
-    assert isinstance(late, RateLimitedError)
-    assert late.retry_after_s == 20, "16.1 are left of a, and 3.1 are those of short"
-
-
 class FailingKeys(PromptKeyCache):
     """A prompt that cannot be placed from some time on."""
 
@@ -331,7 +349,7 @@ def test_one_that_left_is_forgotten() -> None:
 
 def test_a_long_line_for_one_replica_does_not_hide_the_others() -> None:
     """Fifty short ones that know r0 stand before one that may as well go to r1."""
-    driver = Driver(make_learned_fleet(2))
+    driver = Driver(make_learned_fleet(2, max_wait_s=1000.0))
     known = text(400_000)
     driver.ask("a", known)
     home = driver.admitted["a"].decision.replica_id
@@ -424,7 +442,7 @@ def test_nobody_is_lost_and_no_replica_idles_while_one_waits(
 
 
 def test_a_free_replica_of_another_model_lets_no_request_be_placed_anew() -> None:
-    driver = Driver(make_learned_fleet(2))
+    driver = Driver(make_learned_fleet(2, max_wait_s=1000.0))
     for name, model in (("r0", "m"), ("r1", "other")):
         driver.fleet.set_models(name, {model: None})
     assert driver.ask("a", 9.0, model="m")

@@ -2,14 +2,17 @@
 
 from collections.abc import Iterable
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from router.fleet.replica import Replica
 from router.index.prompt_keys import PromptKeyCache
 from router.scheduling.admission import WaitingQueue, WaitingRequest
 from router.scheduling.request_scheduler import PlacementRequest
 from tests.router.fleet.helpers import candidate
+from tests.router.scheduling.helpers import make_learned_fleet
 
 SECONDS = st.floats(min_value=0.01, max_value=100.0)
 AGEING = st.floats(min_value=0.05, max_value=5.0)
@@ -20,7 +23,12 @@ def queue(max_waiting: int = 100, ageing: float = 0.5) -> WaitingQueue:
 
 
 def waiting_request(
-    name: str, service_s: float, now_s: float = 0.0, deadline_s: float = 60.0
+    name: str,
+    service_s: float,
+    now_s: float = 0.0,
+    deadline_s: float = 60.0,
+    *,
+    replica: Replica | None = None,
 ) -> WaitingRequest:
     """Return a request whose session is its name."""
     return WaitingRequest(
@@ -28,14 +36,60 @@ def waiting_request(
         arrived_s=now_s,
         deadline_s=deadline_s,
         service_s=service_s,
-        replica=candidate("r").replica,
+        replica=replica or candidate("r").replica,
     )
 
 
+REPLICAS = tuple(make_learned_fleet(3).replicas.values())
+
+
+@given(
+    asks=st.lists(st.tuples(SECONDS, st.sampled_from(REPLICAS)), min_size=1, max_size=400),
+    changes=st.lists(
+        st.tuples(st.integers(0, 399), SECONDS, st.sampled_from(REPLICAS)), max_size=60
+    ),
+    removals=st.lists(st.integers(0, 399), max_size=300),
+    newcomers=st.lists(SECONDS, max_size=5),
+)
+def test_the_work_ahead_is_the_sum_of_those_before(
+    asks: list[tuple[float, Replica]],
+    changes: list[tuple[int, float, Replica]],
+    removals: list[int],
+    newcomers: list[float],
+) -> None:
+    """Sums are kept while requests come, move and leave: long queues have several parts."""
+    waiting = queue(max_waiting=1000)
+    entries = []
+    for number, (service_s, replica) in enumerate(asks):
+        entries.append(offer(waiting, "x", service_s, number / 10, replica=replica))
+    for at, service_s, replica in changes:
+        waiting.revalue(entries[at % len(entries)], service_s, replica)
+    for at in removals:
+        waiting.remove(entries[at % len(entries)])
+    waiting.check()
+    now_s = len(asks) / 10
+    for service_s in newcomers:
+        ahead = waiting.ahead_of(service_s, now_s)
+        key = service_s + 0.5 * now_s
+        before = [
+            each for each in waiting.in_order() if each.service_s + 0.5 * each.arrived_s < key
+        ]
+        for replica in REPLICAS:
+            there = [each.service_s for each in before if each.replica is replica]
+            assert ahead.requests(replica.slot) == len(there)
+            assert ahead.work_s(replica.slot) == pytest.approx(sum(there))
+
+
 def offer(
-    to: WaitingQueue, name: str, service_s: float, now_s: float = 0.0, deadline_s: float = 60.0
+    to: WaitingQueue,
+    name: str,
+    service_s: float,
+    now_s: float = 0.0,
+    deadline_s: float = 60.0,
+    *,
+    replica: Replica | None = None,
 ) -> WaitingRequest:
-    made = waiting_request(name, service_s, now_s, deadline_s)
+    made = waiting_request(name, service_s, now_s, deadline_s, replica=replica)
     assert to.add(made)
     return made
 
@@ -64,7 +118,8 @@ def test_waiting_makes_up_for_service() -> None:
     offer(waiting, "s", 1.0, now_s=3.9)
     offer(waiting, "t", 1.0, now_s=4.1)
     assert order(waiting) == "slt"
-    assert names(waiting.ahead_of(1.0, 4.05)) == "sl"
+    ahead = waiting.ahead_of(1.0, 4.05)
+    assert (ahead.requests(0), ahead.work_s(0), ahead.requests(1)) == (2, 4.0, 0)
 
 
 def test_a_long_one_is_passed_for_half_of_its_permitted_wait_at_most() -> None:
@@ -87,10 +142,10 @@ def test_a_full_line_takes_nobody() -> None:
 def test_another_service_time_is_another_place() -> None:
     waiting = queue()
     gone, last = offer(waiting, "a", 1.0), offer(waiting, "b", 2.0)
-    waiting.revalue(last, 0.5)
+    waiting.revalue(last, 0.5, last.replica)
     assert order(waiting) == "ba"
     waiting.remove(gone)
-    waiting.revalue(gone, 0.1)
+    waiting.revalue(gone, 0.1, gone.replica)
     assert order(waiting) == "b", "one that waits no more stays out"
 
 
@@ -135,7 +190,7 @@ class Orders(RuleBasedStateMachine):
     @rule(entry=entries, service_s=SECONDS)
     def revalue(self, entry: WaitingRequest | None, service_s: float) -> None:
         if entry is not None:
-            self.queue.revalue(entry, service_s)
+            self.queue.revalue(entry, service_s, entry.replica)
 
     @rule()
     def expire(self) -> None:
