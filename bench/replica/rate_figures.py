@@ -56,6 +56,10 @@ class Sample:
     rates: Rates
     router: Mapping[str, float]
     """``warmroute_measured_rate`` by part, in units per second."""
+    memory_bytes_per_s: float
+    """At which the machine copied memory at this time, by a copy of the bench's own."""
+    disk_bytes_per_s: float | None
+    """At which it read files of the replica's disk tier, past the page cache; None: not tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +81,8 @@ class Turn:
     """The router's prediction of the TTFT; ``held_s`` is not part of it."""
     matched: Mapping[str, int] = field(default_factory=dict)
     """Tokens by tier, as the router believed."""
-    is_staged: bool = False
-    """Whether a prefetch or a copy was made for it."""
+    is_copied: bool = False
+    """Whether KV was copied from the other replica for it."""
     failure: str = ""
 
     @property
@@ -96,10 +100,15 @@ class Turn:
         """Tokens computed that a replica had computed before for this session."""
         return max(0, self.reusable_tokens - self.cached_tokens)
 
-    @property
-    def is_computed_only(self) -> bool:
-        """Whether nothing was loaded, prefetched or copied for it."""
-        return not (self.is_staged or self.matched.get("cpu") or self.matched.get("disk"))
+    def predicted_by(self, rates: Rates, kv_bytes_per_token: int) -> float:
+        """Return the seconds that its reads, loads and prefill take at these rates."""
+        read_bytes = kv_bytes_per_token * self.matched.get("disk", 0)
+        loaded_bytes = read_bytes + kv_bytes_per_token * self.matched.get("cpu", 0)
+        return (
+            read_bytes / rates.disk_bytes_per_s
+            + loaded_bytes / rates.cpu_bytes_per_s
+            + rates.prefill_s(self.computed_tokens, self.cached_tokens)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,73 +142,62 @@ def compare_prefill(
     when: str,
     replica: str,
     rates: Rates,
-    cold: Mapping[int, Sequence[float]],
+    cold: Sequence[tuple[int, float]],
     *,
     tiny: tuple[int, Sequence[float]],
-) -> list[Comparison]:
-    """Compare prefill speeds by the length of cold prompts: tokens to the TTFTs of each.
+) -> Comparison:
+    """Compare the prefill speed over cold prompts: the tokens and the TTFT of each.
 
-    ``tiny`` is the same of a prompt whose tokens take next to no time: its TTFT is the base that
-    every request has.
+    ``tiny`` is a prompt whose tokens take next to no time: its TTFTs are the base that every
+    request has. Sums are compared, since the replica fits its rates to sums: where other work
+    slows the machine down now and then, a median would be another figure.
     """
     tiny_tokens, tiny_s = tiny
-    base_s = median(tiny_s)
-    found = []
-    for tokens, ttft_s in cold.items():
-        added = tokens - tiny_tokens
-        predicted_s = rates.prefill_s(tokens) - rates.prefill_s(tiny_tokens)
-        found.append(
-            Comparison(
-                what=f"prefill of {tokens} tokens",
-                when=when,
-                replica=replica,
-                unit="tokens/s",
-                measured=added / predicted_s,
-                outside=added / (median(ttft_s) - base_s),
-                observations=len(ttft_s),
-            )
-        )
-    return found
+    base_s = fmean(tiny_s)
+    tokens = sum(each - tiny_tokens for each, _ in cold)
+    predicted_s = sum(rates.prefill_s(each) - rates.prefill_s(tiny_tokens) for each, _ in cold)
+    return Comparison(
+        what="prefill of cold prompts",
+        when=when,
+        replica=replica,
+        unit="tokens/s",
+        measured=tokens / predicted_s,
+        outside=tokens / sum(ttft_s - base_s for _, ttft_s in cold),
+        observations=len(cold),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TierTimes:
-    """TTFTs of one prompt whose KV was in the GPU, in CPU RAM and on disk, in several rounds."""
+    """How long one prompt waited until vLLM began to compute it, in several rounds.
+
+    By where its KV was: in CPU RAM, on disk. If it is in the GPU, the prompt does not wait.
+    """
 
     kv_bytes: int
-    gpu_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
     disk_s: list[float] = field(default_factory=list)
 
-    def slower_s(self, tier: str) -> float:
-        """Return the median over the rounds of what a tier takes longer than the next faster."""
-        slow, fast = (self.disk_s, self.cpu_s) if tier == "disk" else (self.cpu_s, self.gpu_s)
-        return median(s - f for s, f in zip(slow, fast, strict=True))
 
-
-def compare_tiers(
-    when: str, replica: str, rates: Rates, short: TierTimes, long: TierTimes
-) -> list[Comparison]:
-    """Compare the speeds of loading from CPU RAM and of reading from disk.
-
-    What the long prompt takes longer than the short one is the time of its further bytes; what
-    every load takes, however small, is in both.
-    """
-    found = []
-    for tier, measured in (("cpu", rates.cpu_bytes_per_s), ("disk", rates.disk_bytes_per_s)):
-        further_s = long.slower_s(tier) - short.slower_s(tier)
-        found.append(
-            Comparison(
-                what="load from CPU RAM" if tier == "cpu" else "read from disk",
-                when=when,
-                replica=replica,
-                unit="bytes/s",
-                measured=measured,
-                outside=(long.kv_bytes - short.kv_bytes) / max(further_s, 1e-9),
-                observations=len(long.gpu_s),
-            )
+def compare_tiers(when: str, replica: str, rates: Rates, times: TierTimes) -> list[Comparison]:
+    """Compare the speeds of loading from CPU RAM and of reading from disk."""
+    moved_bytes = times.kv_bytes * len(times.cpu_s)
+    loaded_s, read_s = sum(times.cpu_s), sum(times.disk_s) - sum(times.cpu_s)
+    return [
+        Comparison(
+            what=what,
+            when=when,
+            replica=replica,
+            unit="bytes/s",
+            measured=measured,
+            outside=moved_bytes / max(seconds, 1e-9),
+            observations=len(times.cpu_s),
         )
-    return found
+        for what, measured, seconds in (
+            ("load from CPU RAM", rates.cpu_bytes_per_s, loaded_s),
+            ("read from disk", rates.disk_bytes_per_s, read_s),
+        )
+    ]
 
 
 def alone(turns: Iterable[Turn]) -> list[Turn]:
@@ -222,18 +220,24 @@ def alone(turns: Iterable[Turn]) -> list[Turn]:
 
 
 def compare_turns(
-    when: str, turns: Sequence[Turn], samples: Sequence[Sample], *, base_s: float
+    when: str,
+    turns: Sequence[Turn],
+    samples: Sequence[Sample],
+    *,
+    base_s: float,
+    kv_bytes_per_token: int,
 ) -> list[Comparison]:
-    """Compare the prefills of turns that were alone with the rates of that time, per replica.
+    """Compare first tokens of turns that were alone with the rates of that time, per replica.
 
-    ``base_s`` is the TTFT of a tiny prompt. Turns that loaded anything are left out.
+    ``base_s`` is the TTFT of a tiny prompt. Speeds are computed tokens over the seconds of reads,
+    loads and prefill. Turns with KV of the other replica are left out.
     """
     rates_at = _RatesAt(samples)
     by_replica: dict[str, list[tuple[float, float, int]]] = defaultdict(list)
     for turn in turns:
         rates = rates_at.find(turn.replica, turn.sent_s)
-        if turn.is_computed_only and rates is not None:
-            predicted_s = rates.prefill_s(turn.computed_tokens, turn.cached_tokens)
+        if not turn.is_copied and rates is not None:
+            predicted_s = turn.predicted_by(rates, kv_bytes_per_token)
             observed_s = max(0.0, turn.ttft_s - base_s)
             by_replica[turn.replica].append((predicted_s, observed_s, turn.computed_tokens))
     found = []
@@ -241,7 +245,7 @@ def compare_turns(
         tokens = sum(each[2] for each in pairs)
         found.append(
             Comparison(
-                what="prefill of turns",
+                what="first tokens of turns",
                 when=when,
                 replica=replica,
                 unit="tokens/s",
@@ -274,10 +278,19 @@ class Change:
     what: str
     first: float
     last: float
+    outside: float | None = None
+    """The same ratio by the outside clock: how much the machine itself changed."""
     ratio: float = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", self.last / self.first)
+
+    @property
+    def is_drift(self) -> bool:
+        """Whether it changed by more than `MOST_OFF`, and the machine did not as much."""
+        if is_close(self.ratio):
+            return False
+        return not (self.outside and is_close(self.ratio / self.outside))
 
 
 def quarter_of(at_s: float, run_s: float) -> int:
@@ -285,34 +298,62 @@ def quarter_of(at_s: float, run_s: float) -> int:
     return min(QUARTERS - 1, int(QUARTERS * at_s / run_s))
 
 
-def drift(samples: Sequence[Sample], run_s: float, *, tokens: int, context: int) -> list[Change]:
+def drift(
+    samples: Sequence[Sample],
+    run_s: float,
+    compared: Sequence[Sequence[Comparison]],
+    *,
+    tokens: int,
+    context: int,
+) -> list[Change]:
     """Return how each rate changed, by the medians of the first and the last quarter.
 
     The rates of computing are those of a prompt of that many tokens after that context.
+    ``compared`` has the comparisons of turns in the first and in the last quarter.
     """
     found = []
     for replica in sorted({each.replica for each in samples}):
-        mine = [each for each in samples if each.replica == replica]
+        mine = sorted(
+            (each for each in samples if each.replica == replica), key=lambda each: each.at_s
+        )
         first, last = (
-            [each.rates for each in mine if quarter_of(each.at_s, run_s) == quarter]
+            [each for each in mine if quarter_of(each.at_s, run_s) == quarter]
             for quarter in (0, QUARTERS - 1)
         )
         if not (first and last):
             continue
         speeds = {
-            "prefill tokens/s": lambda rates: tokens / rates.prefill_s(tokens, context),
-            "CPU RAM bytes/s": lambda rates: rates.cpu_bytes_per_s,
-            "disk bytes/s": lambda rates: rates.disk_bytes_per_s,
+            "prefill tokens/s": [tokens / each.rates.prefill_s(tokens, context) for each in mine],
+            "CPU RAM bytes/s": [each.rates.cpu_bytes_per_s for each in mine],
+            "disk bytes/s": [each.rates.disk_bytes_per_s for each in mine],
         }
-        for what, speed in speeds.items():
-            found.append(
-                Change(
-                    what=f"{replica}: {what}",
-                    first=median(map(speed, first)),
-                    last=median(map(speed, last)),
-                )
-            )
+        outside = {
+            "prefill tokens/s": _honesty(replica, compared),
+            "CPU RAM bytes/s": _change(
+                [e.memory_bytes_per_s for e in first], [e.memory_bytes_per_s for e in last]
+            ),
+            "disk bytes/s": _change(
+                [e.disk_bytes_per_s for e in first if e.disk_bytes_per_s],
+                [e.disk_bytes_per_s for e in last if e.disk_bytes_per_s],
+            ),
+        }
+        for what, values in speeds.items():
+            before, after = median(values[: len(first)]), median(values[-len(last) :])
+            known = outside[what]
+            if what == "prefill tokens/s" and known is not None:
+                known = after / before / known
+            found.append(Change(what=f"{replica}: {what}", first=before, last=after, outside=known))
     return found
+
+
+def _change(first: Sequence[float], last: Sequence[float]) -> float | None:
+    return median(last) / median(first) if first and last else None
+
+
+def _honesty(replica: str, compared: Sequence[Sequence[Comparison]]) -> float | None:
+    """Return how the ratio of measured to outside speed changed; None if one is not known."""
+    ratios = [each.ratio for part in compared for each in part if each.replica == replica]
+    return ratios[1] / ratios[0] if len(ratios) == len(compared) == 2 else None
 
 
 def growth(turns: Sequence[Turn], run_s: float) -> list[Change]:
@@ -404,30 +445,23 @@ def router_ratios(samples: Sequence[Sample]) -> dict[str, float]:
 
 def faults(
     compared: Iterable[Comparison],
-    in_quarters: Mapping[str, Sequence[Comparison]],
     drifted: Iterable[Change],
     grown: Sequence[Change],
     failures: int,
 ) -> list[str]:
-    """Return what does not hold; empty if everything does.
-
-    A rate may drift if the outside clock says that the machine did: ``in_quarters`` has, for the
-    first and the last quarter, the comparisons of that time.
-    """
+    """Return what does not hold; empty if everything does."""
     found = [
         f"{each.what}, {each.when}, {each.replica}: measured {each.measured:,.0f} {each.unit}, "
         f"outside clock {each.outside:,.0f} (ratio {each.ratio:.2f})"
         for each in compared
         if not each.is_close
     ]
-    is_honest = all(each.is_close for compared in in_quarters.values() for each in compared)
-    for change in drifted:
-        is_explained = "prefill" in change.what and in_quarters and is_honest
-        if not is_close(change.ratio) and not is_explained:
-            found.append(
-                f"{change.what}: {change.first:,.0f} in the first quarter, {change.last:,.0f} in "
-                f"the last (ratio {change.ratio:.2f})"
-            )
+    found += [
+        f"{each.what}: {each.first:,.0f} in the first quarter, {each.last:,.0f} in the last "
+        f"(ratio {each.ratio:.2f})"
+        for each in drifted
+        if each.is_drift
+    ]
     if not grown:
         found.append("computed tokens: too few requests to compare quarters")
     elif grown[-1].ratio > 1 + MOST_GROWTH:

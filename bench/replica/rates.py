@@ -4,28 +4,35 @@
 
 Starts two vLLM replicas on CPUs with a model of 128 KiB of KV a token, a CPU RAM tier smaller than
 the sessions' KV and a disk tier, and the router with its default settings. Before and after the run
-each replica alone answers cold prompts, and the same prompt from each tier: the differences of
-these times to first token are the outside clock. In the run, sessions grow by turns and think
-between them, at 80% of what the replicas can do.
+each replica answers cold prompts, and one prompt from each tier, one at a time: their times to
+first token, and the time that vLLM reports as waiting, are the outside clock. In the run, sessions
+grow by turns and think between them, at 80% of what the replicas can do. There the outside clock is
+the client's, for turns that no other request at their replica delayed.
 """
 
 import argparse
+import mmap
+import os
 import random
 import shlex
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
+
+import numpy as np
 
 from bench.command import origin, positive, work_directory, write_report
 from bench.replica import local
 from bench.replica.demo import CONFIGS, Stage, say, start_router
 from bench.replica.model import LARGE_KV, make_model
 from bench.replica.rate_figures import (
+    QUARTERS,
     Comparison,
     Rates,
     Sample,
@@ -60,20 +67,26 @@ TURNS: Final = 6
 """Turns of a session; then another one takes its place."""
 FIRST_TOKENS: Final = 600
 TURN_TOKENS: Final = 200
-ANSWER_TOKENS: Final = 8
+ANSWER_TOKENS: Final = 4
 LOAD: Final = 0.8
 _CALIBRATION_AT_ONCE: Final = 6
 _FILL_AT_ONCE: Final = 4
 
-COLD_BLOCKS: Final = (3, 5, 8)
+COLD_BLOCKS: Final = (3, 5, 7)
 """Lengths of the cold prompts; a few tokens are added to each, so that a token is left to compute
 if all blocks are cached."""
-SHORT_BLOCKS: Final = 4
-LONG_BLOCKS: Final = 20
+TIER_BLOCKS: Final = 20
+"""Length of the prompt that is loaded from each tier."""
 _REMAINDER_TOKENS: Final = range(2, 10)
 _TINY: Final = "Say a word."
 _WARM_UP_PROMPTS: Final = 3
+_FEWEST_ROUNDS: Final = 4
+_TIER_ROUNDS: Final = 3
+"""Loads from each tier, for each round of cold prompts."""
+_QUEUE_TIME: Final = "vllm:request_queue_time_seconds_sum"
 _SAMPLE_S: Final = 5.0
+_COPIED_BYTES: Final = BLOCK_TOKENS * LARGE_KV.kv_bytes_per_token
+"""Of the bench's own copies and reads: a chunk's."""
 _PARTS: Final = ("prefill", "attention", "load", "disk", "peer")
 # What drift is told for: a turn in the middle of a session.
 _USUAL_TOKENS: Final = 264
@@ -147,30 +160,34 @@ class Probes:
         self._model = stage.model
         self._client = stage.client(replica.url)
         self._rng = random.Random(f"{seed} {replica.name}")
-
-    def warm_up(self) -> None:
-        """Have the replica compute some prompts, and load one from each tier."""
-        for _ in range(_WARM_UP_PROMPTS):
-            for blocks in COLD_BLOCKS:
-                self._ttft_s(self._text(blocks))
-        self._tier_times(SHORT_BLOCKS, 1)
+        self.raw: dict[str, Any] = {}
+        """By when: every time that was taken."""
 
     def run(self, when: str, rounds: int) -> list[Comparison]:
         """Compare what the replica's agent reports with what the prompts took."""
         tiny_tokens = len(self._replica.chat_tokens(_TINY))
         tiny_s: list[float] = []
-        cold: dict[int, list[float]] = {}
+        cold: list[tuple[int, float]] = []
+        if not self.raw:
+            self._tier_times(COLD_BLOCKS[0], 1)  # the first loads are slower
+            cold += [each for _ in range(_WARM_UP_PROMPTS) for each in self._ask_cold()]
         for _ in range(rounds):
             tiny_s.append(self._ttft_s(_TINY))
-            for blocks in COLD_BLOCKS:
-                text = self._text(blocks)
-                tokens = blocks * BLOCK_TOKENS
-                cold.setdefault(tokens, []).append(self._ttft_s(text))
+            cold += self._ask_cold()
         computed = self._rates(when)
-        times = [self._tier_times(blocks, rounds) for blocks in (SHORT_BLOCKS, LONG_BLOCKS)]
+        times = self._tier_times(TIER_BLOCKS, _TIER_ROUNDS * rounds)
+        self.raw[when] = {
+            "tiny_ttft_s": tiny_s,
+            "cold_tokens_and_ttft_s": cold,
+            "rates": asdict(computed),
+            "waited_s": asdict(times),
+        }
         name = self._replica.name
         found = compare_prefill(when, name, computed, cold, tiny=(tiny_tokens, tiny_s))
-        return found + compare_tiers(when, name, self._rates(when), *times)
+        return [found, *compare_tiers(when, name, self._rates(when), times)]
+
+    def _ask_cold(self) -> list[tuple[int, float]]:
+        return [(blocks * BLOCK_TOKENS, self._ttft_s(self._text(blocks))) for blocks in COLD_BLOCKS]
 
     def _rates(self, when: str) -> Rates:
         rates = Rates.of(call(f"{self._replica.agent_url}/info"))
@@ -185,13 +202,18 @@ class Probes:
         self._replica.wait_stored(tokens, "cpu")
         times = TierTimes(kv_bytes=blocks * BLOCK_TOKENS * LARGE_KV.kv_bytes_per_token)
         for _ in range(rounds):
-            times.gpu_s.append(self._ttft_s(text))
             self._replica.empty_gpu()
-            times.cpu_s.append(self._ttft_s(text))
+            times.cpu_s.append(self._waited_s(text))
             self._replica.empty_gpu()
             self._replica.leave_on_disk(tokens)
-            times.disk_s.append(self._ttft_s(text))
+            times.disk_s.append(self._waited_s(text))
         return times
+
+    def _waited_s(self, text: str) -> float:
+        """Ask; return how long the request waited until vLLM computed it, as vLLM reports it."""
+        before_s = metric(self._replica.url, _QUEUE_TIME)
+        self._ttft_s(text)
+        return metric(self._replica.url, _QUEUE_TIME) - before_s
 
     def _ttft_s(self, text: str) -> float:
         return ask(self._client, model=self._model, content=text, max_tokens=2).ttft_s
@@ -320,7 +342,7 @@ class Sessions:
                 tier: int(told.get(f"x-warmroute-matched-{tier}", 0))
                 for tier in ("gpu", "cpu", "disk")
             },
-            is_staged="x-warmroute-prefetch" in told or "x-warmroute-copy" in told,
+            is_copied="x-warmroute-copy" in told,
         )
         session.prompt_tokens = turn.prompt_tokens
         session.content += f"\n{answer.text}\n"
@@ -363,6 +385,7 @@ class Sampler:
         url = self._stage.router_url
         for replica in self._stage.replicas.values():
             rates = Rates.of(call(f"{replica.agent_url}/info"))
+            memory, disk = _memory_bytes_per_s(), _disk_bytes_per_s(replica.disk)
             known = {
                 part: metric(url, "warmroute_measured_rate", replica=replica.name, part=part)
                 for part in _PARTS
@@ -374,8 +397,38 @@ class Sampler:
                         replica=replica.name,
                         rates=rates,
                         router={part: value for part, value in known.items() if value},
+                        memory_bytes_per_s=memory,
+                        disk_bytes_per_s=disk,
                     )
                 )
+
+
+def _memory_bytes_per_s() -> float:
+    """Return how fast this machine copies memory now."""
+    source = np.ones(_COPIED_BYTES, np.uint8)
+    target = np.ones_like(source)
+    began_s = time.perf_counter()
+    np.copyto(target, source)
+    return _COPIED_BYTES / (time.perf_counter() - began_s)
+
+
+def _disk_bytes_per_s(directory: Path) -> float | None:
+    """Return how fast a chunk's file is read past the page cache now; None if there is none."""
+    files = list(directory.rglob("*.kv"))
+    if not files:
+        return None
+    try:
+        descriptor = os.open(random.choice(files), os.O_RDONLY | os.O_DIRECT)
+    except FileNotFoundError:
+        return None  # evicted meanwhile
+    with mmap.mmap(-1, _COPIED_BYTES) as buffer:
+        buffer.write(b"1" * _COPIED_BYTES)
+        began_s = time.perf_counter()
+        try:
+            read_bytes = os.preadv(descriptor, [buffer], 0)
+        finally:
+            os.close(descriptor)
+        return read_bytes / (time.perf_counter() - began_s)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -385,10 +438,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         try:
             stage = start(group, directory)
             probes = [Probes(stage, replica, arguments.seed) for replica in stage.replicas.values()]
-            for each in probes:
-                each.warm_up()
             say("before the run: probes")
-            compared = [c for each in probes for c in each.run("before", arguments.rounds)]
+            compared = _probe(probes, "before", arguments.rounds)
             base_s = _base_s(stage)
             sessions = Sessions(stage, arguments.seed)
             say(f"{SESSIONS} sessions: first turns, then what the replicas can do")
@@ -402,7 +453,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                 turns = sessions.run(run_s, think_s=think_s)
             base_s = (base_s + _base_s(stage)) / 2
             say("after the run: probes")
-            compared += [c for each in probes for c in each.run("after", arguments.rounds)]
+            compared += _probe(probes, "after", arguments.rounds)
         except (BenchError, NotThereError, OSError):
             group.check()
             raise
@@ -423,8 +474,16 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "think_s": think_s,
         "base_s": base_s,
         "samples_missed": sampler.missed,
+        "probes": {name: each.raw for name, each in zip(NAMES, probes, strict=True)},
         **figures,
     }
+
+
+def _probe(probes: Sequence[Probes], when: str, rounds: int) -> list[Comparison]:
+    """Probe all replicas at the same time: they share the machine as they do in the run."""
+    with ThreadPoolExecutor(len(probes)) as threads:
+        each = threads.map(lambda probe: probe.run(when, rounds), probes)
+        return [comparison for comparisons in each for comparison in comparisons]
 
 
 def _base_s(stage: Stage) -> float:
@@ -445,27 +504,29 @@ def _figures(
 ) -> dict[str, Any]:
     answered = [turn for turn in turns if not turn.failure]
     lone = alone(answered)
-    compared = compared + compare_turns("during", lone, samples, base_s=base_s)
-    quarters = {
-        name: compare_turns(
-            f"{name} quarter",
+    known: dict[str, Any] = {
+        "base_s": base_s,
+        "kv_bytes_per_token": LARGE_KV.kv_bytes_per_token,
+    }
+    compared = compared + compare_turns("during", lone, samples, **known)
+    quarters = [
+        compare_turns(
+            f"quarter {quarter + 1}",
             [turn for turn in lone if quarter_of(turn.sent_s, run_s) == quarter],
             samples,
-            base_s=base_s,
+            **known,
         )
-        for name, quarter in (("first", 0), ("last", 3))
-    }
+        for quarter in (0, QUARTERS - 1)
+    ]
     usual = {"tokens": _USUAL_TOKENS, "context": _USUAL_CONTEXT}
-    drifted = drift(samples, run_s, **usual)
+    drifted = drift(samples, run_s, quarters, **usual)
     grown = growth(turns, run_s)
     failures = [turn.failure for turn in turns if turn.failure]
     observed_s = sum(turn.ttft_s - turn.held_s for turn in answered)
     return {
-        "faults": faults(compared, quarters, drifted, grown, len(failures)),
+        "faults": faults(compared, drifted, grown, len(failures)),
         "compared": [asdict(each) for each in compared],
-        "compared_in_quarters": [
-            asdict(each) for comparisons in quarters.values() for each in comparisons
-        ],
+        "compared_in_quarters": [asdict(each) for comparisons in quarters for each in comparisons],
         "router_over_agent": router_ratios(samples),
         "drift": [asdict(each) for each in drifted],
         "computed_tokens": [asdict(each) for each in grown],
@@ -500,8 +561,9 @@ def table(figures: dict[str, Any]) -> str:
         lines.append("")
         for each in figures[name]:
             lines.append(
-                f"{each['what']:<40}{each['first']:>18,.0f}{each['last']:>18,.0f}"
+                f"{each['what']:<42}{each['first']:>16,.0f}{each['last']:>16,.0f}"
                 f"{each['ratio']:>17.2f}"
+                + (f"  (the machine: {each['outside']:.2f})" if each["outside"] else "")
             )
     lines += ["", *(f"NOT SO: {each}" for each in figures["faults"])]
     return "\n".join(lines)
@@ -519,7 +581,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="which texts (default: %(default)s)")
     parser.add_argument("--work", type=Path, metavar="DIRECTORY", help="keep model and logs there")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every figure there")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.rounds < _FEWEST_ROUNDS:
+        parser.error(f"--rounds: at least {_FEWEST_ROUNDS}: fewer steps are not reported as rates")
+    return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
