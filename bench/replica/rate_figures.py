@@ -179,10 +179,17 @@ class TierTimes:
     disk_s: list[float] = field(default_factory=list)
 
 
-def compare_tiers(when: str, replica: str, rates: Rates, times: TierTimes) -> list[Comparison]:
-    """Compare the speeds of loading from CPU RAM and of reading from disk."""
-    moved_bytes = times.kv_bytes * len(times.cpu_s)
-    loaded_s, read_s = sum(times.cpu_s), sum(times.disk_s) - sum(times.cpu_s)
+def compare_tiers(
+    when: str, replica: str, rates: Rates, short: TierTimes, long: TierTimes
+) -> list[Comparison]:
+    """Compare the speeds of loading from CPU RAM and of reading from disk.
+
+    A load has a wait that does not depend on its size: it is in both prompts' times, and in the
+    times from CPU RAM and from disk.
+    """
+    rounds = len(long.cpu_s)
+    loaded_s = fmean(long.cpu_s) - fmean(short.cpu_s)
+    read_s = fmean(long.disk_s) - fmean(long.cpu_s)
     return [
         Comparison(
             what=what,
@@ -191,11 +198,11 @@ def compare_tiers(when: str, replica: str, rates: Rates, times: TierTimes) -> li
             unit="bytes/s",
             measured=measured,
             outside=moved_bytes / max(seconds, 1e-9),
-            observations=len(times.cpu_s),
+            observations=rounds,
         )
-        for what, measured, seconds in (
-            ("load from CPU RAM", rates.cpu_bytes_per_s, loaded_s),
-            ("read from disk", rates.disk_bytes_per_s, read_s),
+        for what, measured, moved_bytes, seconds in (
+            ("load from CPU RAM", rates.cpu_bytes_per_s, long.kv_bytes - short.kv_bytes, loaded_s),
+            ("read from disk", rates.disk_bytes_per_s, long.kv_bytes, read_s),
         )
     ]
 

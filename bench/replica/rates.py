@@ -11,6 +11,7 @@ the client's, for turns that no other request at their replica delayed.
 """
 
 import argparse
+import json
 import mmap
 import os
 import random
@@ -75,18 +76,18 @@ _FILL_AT_ONCE: Final = 4
 COLD_BLOCKS: Final = (3, 5, 7)
 """Lengths of the cold prompts; a few tokens are added to each, so that a token is left to compute
 if all blocks are cached."""
-TIER_BLOCKS: Final = 20
-"""Length of the prompt that is loaded from each tier."""
+TIER_BLOCKS: Final = (3, 20)
+"""Lengths of the prompts that are loaded from each tier."""
 _REMAINDER_TOKENS: Final = range(2, 10)
 _TINY: Final = "Say a word."
 _WARM_UP_PROMPTS: Final = 3
 _FEWEST_ROUNDS: Final = 4
-_TIER_ROUNDS: Final = 3
+_TIER_ROUNDS: Final = 2
 """Loads from each tier, for each round of cold prompts."""
 _QUEUE_TIME: Final = "vllm:request_queue_time_seconds_sum"
 _SAMPLE_S: Final = 5.0
 _COPIED_BYTES: Final = BLOCK_TOKENS * LARGE_KV.kv_bytes_per_token
-"""Of the bench's own copies and reads: a chunk's."""
+"""Bytes of the bench's own copies and reads: those of a chunk."""
 _PARTS: Final = ("prefill", "attention", "load", "disk", "peer")
 # What drift is told for: a turn in the middle of a session.
 _USUAL_TOKENS: Final = 264
@@ -169,22 +170,23 @@ class Probes:
         tiny_s: list[float] = []
         cold: list[tuple[int, float]] = []
         if not self.raw:
-            self._tier_times(COLD_BLOCKS[0], 1)  # the first loads are slower
-            cold += [each for _ in range(_WARM_UP_PROMPTS) for each in self._ask_cold()]
+            self._tier_times(COLD_BLOCKS[0], 1)  # what is done first is slower
+            for _ in range(_WARM_UP_PROMPTS):
+                self._ask_cold()
         for _ in range(rounds):
             tiny_s.append(self._ttft_s(_TINY))
             cold += self._ask_cold()
         computed = self._rates(when)
-        times = self._tier_times(TIER_BLOCKS, _TIER_ROUNDS * rounds)
+        times = [self._tier_times(blocks, _TIER_ROUNDS * rounds) for blocks in TIER_BLOCKS]
         self.raw[when] = {
             "tiny_ttft_s": tiny_s,
             "cold_tokens_and_ttft_s": cold,
             "rates": asdict(computed),
-            "waited_s": asdict(times),
+            "waited_s": [asdict(each) for each in times],
         }
         name = self._replica.name
         found = compare_prefill(when, name, computed, cold, tiny=(tiny_tokens, tiny_s))
-        return [found, *compare_tiers(when, name, self._rates(when), times)]
+        return [found, *compare_tiers(when, name, self._rates(when), *times)]
 
     def _ask_cold(self) -> list[tuple[int, float]]:
         return [(blocks * BLOCK_TOKENS, self._ttft_s(self._text(blocks))) for blocks in COLD_BLOCKS]
@@ -457,6 +459,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         except (BenchError, NotThereError, OSError):
             group.check()
             raise
+        load_average = os.getloadavg()[2]
+        raw = {
+            "turns": [asdict(each) for each in turns],
+            "samples": [asdict(each) for each in sampler.samples],
+        }
+        (directory / "raw.json").write_text(json.dumps(raw))
         say("ending everything")
     figures = _figures(turns, sampler.samples, run_s, base_s=base_s, compared=compared)
     return {
@@ -474,6 +482,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "think_s": think_s,
         "base_s": base_s,
         "samples_missed": sampler.missed,
+        "load_average_of_15_minutes": load_average,
         "probes": {name: each.raw for name, each in zip(NAMES, probes, strict=True)},
         **figures,
     }
@@ -579,7 +588,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=positive, default=8, help="of probes, before and after it")
     parser.add_argument("--seed", type=int, default=1, help="which texts (default: %(default)s)")
-    parser.add_argument("--work", type=Path, metavar="DIRECTORY", help="keep model and logs there")
+    parser.add_argument(
+        "--work", type=Path, metavar="DIRECTORY", help="keep model, logs and turns there"
+    )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every figure there")
     arguments = parser.parse_args(argv)
     if arguments.rounds < _FEWEST_ROUNDS:

@@ -99,9 +99,10 @@ def test_a_prefill_speed_is_compared_without_the_base_of_every_request(slower: f
     assert found.measured == pytest.approx(1960 / predicted_s)
 
 
-def test_a_tiers_speed_is_its_bytes_over_the_time_waited() -> None:
-    times = TierTimes(kv_bytes=10**9, cpu_s=[0.1, 0.3], disk_s=[2.1, 2.3])
-    cpu, disk = compare_tiers("before", "a", RATES, times)
+def test_a_tiers_speed_is_that_of_the_further_bytes() -> None:
+    short = TierTimes(kv_bytes=10**8, cpu_s=[0.02, 0.12], disk_s=[9.0, 9.0])
+    long = TierTimes(kv_bytes=10**9, cpu_s=[0.15, 0.35], disk_s=[2.15, 2.35])
+    cpu, disk = compare_tiers("before", "a", RATES, short, long)
     assert cpu.outside == pytest.approx(5 * GB)
     assert cpu.ratio == pytest.approx(1.0)
     assert disk.outside == pytest.approx(0.5 * GB)
