@@ -49,6 +49,8 @@ class Answer:
     prompt_tokens: int | None
     """As the server counted them, where it tells."""
     text: str
+    cached_tokens: int | None = None
+    """Prompt tokens that were not computed, if the server reports it."""
     headers: dict[str, str] = field(default_factory=dict)
     """The router's own (``x-warmroute-*``); empty without one."""
 
@@ -88,6 +90,7 @@ def ask(
     began_s = clock()
     first_s: float | None = None
     prompt_tokens: int | None = None
+    cached_tokens: int | None = None
     pieces: list[str] = []
     try:
         with client.chat.completions.with_streaming_response.create(
@@ -104,7 +107,10 @@ def ask(
                 if first_s is None and piece:
                     first_s = clock() - began_s
                 pieces.append(piece)
-                prompt_tokens = (chunk.get("usage") or {}).get("prompt_tokens") or prompt_tokens
+                usage = chunk.get("usage") or {}
+                prompt_tokens = usage.get("prompt_tokens") or prompt_tokens
+                if details := usage.get("prompt_tokens_details"):
+                    cached_tokens = details.get("cached_tokens")
             headers = {
                 name.lower(): value
                 for name, value in response.headers.items()
@@ -119,6 +125,7 @@ def ask(
         total_s=clock() - began_s,
         prompt_tokens=prompt_tokens,
         text="".join(pieces),
+        cached_tokens=cached_tokens,
         headers=headers,
     )
 

@@ -22,6 +22,8 @@ class ScriptedOpenAI:
     """Sent as an event after the deltas."""
     headers: Mapping[str, str] = field(default_factory=dict)
     chars_per_token: float = 3.0
+    usage: Mapping[str, Any] = field(default_factory=dict)
+    """Told with the number of tokens."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     asked_headers: list[dict[str, str]] = field(default_factory=list)
 
@@ -35,7 +37,8 @@ class ScriptedOpenAI:
             yield {"error": {"message": self.error}}
             return
         tokens = round(len(body["messages"][0]["content"]) / self.chars_per_token)
-        yield {"choices": [], "usage": {"prompt_tokens": tokens, "completion_tokens": 1}}
+        usage = {"prompt_tokens": tokens, "completion_tokens": 1, **self.usage}
+        yield {"choices": [], "usage": usage}
 
 
 @contextmanager

@@ -65,6 +65,14 @@ def test_the_routers_headers_are_kept_and_no_others(
     assert server.asked_headers[0]["x-session-id"] == "s1"
 
 
+def test_cached_tokens_are_told_if_the_server_tells_them(
+    server: ScriptedOpenAI, client: openai.OpenAI
+) -> None:
+    assert ask(client, model="m", content="x", max_tokens=1).cached_tokens is None
+    server.usage = {"prompt_tokens_details": {"cached_tokens": 0}}
+    assert ask(client, model="m", content="x", max_tokens=1).cached_tokens == 0
+
+
 def test_refusals_errors_and_empty_answers_are_said(
     server: ScriptedOpenAI, client: openai.OpenAI
 ) -> None:
