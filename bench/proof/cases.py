@@ -30,13 +30,13 @@ class Place(NamedTuple):
 
 
 SIZES: Final = {
-    "headline": Size(requests=1_500, seeds=4),
-    "regimes": Size(requests=500, seeds=3),
-    "ablations": Size(requests=600, seeds=3),
-    "goodput": Size(requests=1_000, seeds=2),
+    "headline": Size(requests=1_000, seeds=3),
+    "regimes": Size(requests=400, seeds=3),
+    "ablations": Size(requests=500, seeds=3),
+    "goodput": Size(requests=800, seeds=2),
     "streaming": Size(requests=1_000, seeds=3),
-    "faults": Size(requests=1_000, seeds=2),
-    "peers": Size(requests=400, seeds=2),
+    "faults": Size(requests=800, seeds=2),
+    "peers": Size(requests=300, seeds=2),
 }
 """By set, the most important first. A run's warm-up takes as long as several hundred requests."""
 FIRST_SEED: Final = 801
@@ -85,9 +85,8 @@ FAULTS: Final[tuple[Fault, ...]] = ("slow-replica", "dies-and-returns")
 ABLATED: Final = (
     ("agents", 0.8, 1.0),
     ("agents", 0.95, 1.0),
-    ("conversation", 0.8, 1.0),
     ("conversation", 0.95, 1.0),
-    ("mixture", 0.8, 1.0),
+    ("rounds", 0.8, 0.2),
 )
 """Workload, load and RAM of the ablations: each where its fleet is busy."""
 WITH_SESSIONS: Final = ("vllm-kv-aware-sessions", "vllm-cache-aware-tuned")
