@@ -169,7 +169,7 @@ class PrefetchConfig:
     wait_cap_s: float = setting(2.0, at_least=0)
     """Longest time that a request waits for its prefetch or copy."""
     pin_s: float = setting(10.0, above=0)
-    """How long prefetched or copied KV is protected from eviction."""
+    """Longest time that prefetched or copied KV is kept in CPU RAM for its request."""
 
 
 @dataclass(frozen=True, kw_only=True)
