@@ -603,7 +603,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     arguments = _arguments(given)
     try:
-        made = origin("bench.replica.rates", given, arguments.json)
+        told = [f"--{name}={getattr(arguments, name)}" for name in ("minutes", "rounds", "seed")]
+        made = origin("bench.replica.rates", told, arguments.json)
         figures = run(arguments)
     except (
         ChildFailedError,
