@@ -309,9 +309,9 @@ def server_counters(shared: Collection[str]) -> tuple[SpeedCounters, ...]:
     - Loads (``phase_timing.py``): bytes and seconds of the copies to the GPU alone. On CPUs, which
       have no such copies, the speed of whole loads (``l0_l1_throughput.py``); on GPUs that one
       includes the wait for vLLM's own work, and would make loading look slow under load.
-    - Reads from L2 (``l2_throughput.py``): bytes over the time from order to end, a mean over
-      reads. The time includes the adapter's queue, so that reads at the same time look slower than
-      the disk is. There is no counter without the queue.
+    - Reads from L2 (``l2_throughput.py``): the mean of the reads' speeds, from order to end. The
+      adapter's queue makes reads at the same time look slower than the disk is, and small reads
+      from the page cache count as much as large ones. There is no counter of bytes or of seconds.
 
     A server with ``--otlp-endpoint`` or ``--disable-metrics`` exports nothing here.
     """
