@@ -18,6 +18,8 @@ import orjson
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.config.settings import ReplicaConfig, RouterConfig
+from router.fleet.cost_model import CostPart
+from router.fleet.counter_speeds import CounterSpeeds, SpeedCounters
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica
 from router.prompt.prompt_reader import PromptSource, ServedModel
@@ -32,12 +34,8 @@ _CACHE_CONFIG: Final = "vllm:cache_config_info"
 """vLLM's gauge whose labels are its cache's settings; one for each engine of a replica."""
 
 _LOAD: Final = ("vllm:num_requests_running", "vllm:num_requests_waiting")
-_PREFILL: Final = (
-    "vllm:request_prefill_time_seconds_sum",
-    "vllm:request_prefill_kv_computed_tokens_sum",
-)
-_LEAST_PREFILL_TOKENS: Final = 2048
-"""Fewer prefilled tokens say little about the speed."""
+_LEAST_TOKENS: Final = 2048
+"""Fewer tokens, prefilled or loaded, say little about the speed."""
 
 
 async def fetch_models(
@@ -145,29 +143,36 @@ def kv_capacity(metrics: str) -> int | None:
     return tokens or None
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillTotals:
-    """What vLLM has prefilled since its start, from the requests that have ended."""
+def vllm_counters(kv_bytes_per_token: float) -> tuple[SpeedCounters, ...]:
+    """Return the counters of stock vLLM's speeds, and of the LMCache inside it.
 
-    seconds: float
-    tokens: float
-
-    @classmethod
-    def read(cls, metrics: str) -> "PrefillTotals":
-        """Return the sums over a server's engines from Prometheus' text; 0 if it tells none."""
-        sums = dict.fromkeys(_PREFILL, 0.0)
-        for line in metrics.splitlines():
-            name = line.partition("{")[0].partition(" ")[0]
-            if name in sums:
-                with suppress(ValueError):
-                    sums[name] += float(line.rpartition(" ")[2])
-        seconds, tokens = sums.values()
-        return cls(seconds, tokens)
-
-    def tokens_per_s_since(self, before: "PrefillTotals") -> float:
-        """Return the speed since an earlier reading; 0 if too little was computed for one."""
-        seconds, tokens = self.seconds - before.seconds, self.tokens - before.tokens
-        return tokens / seconds if seconds > 0 and tokens >= _LEAST_PREFILL_TOKENS else 0.0
+    LMCache (``lmcache/observability.py`` of 0.5.6, which vLLM's ``/metrics`` includes if
+    ``PROMETHEUS_MULTIPROC_DIR`` is set) times its copies to the GPU and its blocking reads from the
+    remote store, on each rank. It counts and times nothing of its disk, and of the remote reads of
+    ``enable_async_loading`` only the bytes: those rates keep their start values.
+    """
+    return (
+        SpeedCounters(
+            part=CostPart.PREFILL,
+            amount="vllm:request_prefill_kv_computed_tokens_sum",
+            time="vllm:request_prefill_time_seconds_sum",
+            least=_LEAST_TOKENS,
+        ),
+        SpeedCounters(
+            part=CostPart.LOAD,
+            amount="lmcache:num_hit_tokens_total",
+            time="lmcache:retrieve_to_gpu_time_sum",
+            unit=kv_bytes_per_token,
+            least=_LEAST_TOKENS,
+        ),
+        SpeedCounters(
+            part=CostPart.REMOTE,
+            amount="lmcache:num_remote_read_bytes_total",
+            time="lmcache:remote_time_to_get_sync_sum",
+            unit=1000.0,  # its time is in ms
+            adds_ranks=True,
+        ),
+    )
 
 
 _FIRST_PROBES_S: Final = 1.0
@@ -187,8 +192,7 @@ class _Watched:
     silent_probes: int = 0
     probes: int = 0
     task: asyncio.Task[None] | None = None
-    prefills: PrefillTotals | None = None
-    """As read last."""
+    speeds: CounterSpeeds = field(default_factory=CounterSpeeds)
 
     @property
     def config(self) -> ReplicaConfig:
@@ -364,7 +368,7 @@ class HealthMonitor:
         if metrics is None:
             return
         text = metrics.decode(errors="replace")
-        self._note_prefills(watched, text)
+        self._note_speeds(watched, text)
         try:
             tokens = kv_capacity(text)
         except ValueError as error:
@@ -373,16 +377,16 @@ class HealthMonitor:
         if tokens is not None:
             self._fleet.set_kv_capacity(replica.id, tokens)
 
-    def _note_prefills(self, watched: _Watched, metrics: str) -> None:
-        """Measure the speed of a server without an engine of ours; that one measures better."""
-        if watched.config.agent_url is not None:
+    def _note_speeds(self, watched: _Watched, metrics: str) -> None:
+        """Measure the speeds of a server without an engine of ours; that one measures better."""
+        replica = watched.replica
+        if replica.config.agent_url is not None:
             return
-        now, before = PrefillTotals.read(metrics), watched.prefills
-        if before is None or now.tokens < before.tokens:  # the first reading, or it has restarted
-            watched.prefills = now
-        elif per_s := now.tokens_per_s_since(before):
-            watched.prefills = now
-            watched.replica.rates.report_prefill(per_s, now.tokens)
+        for each in watched.speeds.read(metrics, vllm_counters(replica.kv_bytes_per_token)):
+            if each.part is CostPart.PREFILL:
+                replica.rates.report_prefill(each.per_second, each.measured_on)
+            else:
+                replica.rates.report(*each)
 
     async def _ask_load(self, replica: Replica) -> None:
         timeout_s = self._timeouts.health_timeout_s

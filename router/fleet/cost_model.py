@@ -12,9 +12,10 @@ The context is the mean one of the new tokens, ``matched + new / 2``.
 
 **Where rates come from.** Each rate starts at a configured value and is used from the first request
 on. A replica's agent reports what its engine measures: the scheduler's steps, loads, reads from
-disk and remote. Stock vLLM reports its prefills in its metrics. For a server that reports neither,
-one number is fitted: how much longer than predicted a prefill takes that no other one delays. No
-rate is inferred from a whole TTFT, because the sum does not tell its parts apart.
+disk and remote. Stock vLLM reports its prefills in its metrics, and LMCache its loads and reads. If
+a server does not report its prefills, one number is fitted: how much longer than predicted a
+prefill takes that no other one delays. No rate is inferred from a whole TTFT, because the sum does
+not tell its parts apart.
 
 **No belief cuts off its own evidence.** A rate that made the router stop using a tier or a replica
 would never be measured again. So `CostModel.tick` returns to the start value of a rate that was not

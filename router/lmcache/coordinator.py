@@ -17,7 +17,7 @@ from router.fleet.fleet import Fleet
 from router.index.lmcache_keys import LmcacheKeys, lmcache_key64
 from router.index.prompt_keys import KvTier
 from router.lmcache.coordinator_protocol import ObjectKey, ServerEventBatch, ServerRegistration
-from router.lmcache.key_directory import KeyDirectory, TierChange, owner_of
+from router.lmcache.key_directory import KeyDirectory, TierChange, backend_of, owner_of
 from warmroute_common.addresses import join_host_port
 from warmroute_common.api_errors import OverloadedError
 
@@ -221,6 +221,10 @@ class ReplicaServers:
             for name, server in list(self._server_of.items()):
                 if server.instance_id == instance_id:
                     self._index(name, self._held_by((owner,)))
+
+    def shared_backends(self, instance_id: str) -> set[str]:
+        """Return the names of the backends that a server shares with others."""
+        return {backend_of(each) for each, by in self._mounts.items() if instance_id in by}
 
     def server_ended(self, instance_id: str) -> None:
         """Forget which shared backends a server reached."""

@@ -24,7 +24,7 @@ _MAX_GROUPS: Final = 16
 """Object groups; keys of further groups are not found by their chunk's tokens."""
 _SHARED: Final = "\0"
 """First character of a shared backend's owner name; no server's id contains it."""
-_LOCAL_BACKENDS: Final = frozenset(
+LOCAL_BACKENDS: Final = frozenset(
     {"fs", "fs_native", "raw_block", "dax", "hf3fs", "nixl_store", "nixl_store_dynamic", "mock"}
 )
 """L2 backends on local disks; any other backend, also an unknown one, counts as remote."""
@@ -47,6 +47,11 @@ class KeyLocation(NamedTuple):
 def owner_of(batch: ServerEventBatch) -> str:
     """Return the owner of a batch's keys: its server, or its backend if that is shared."""
     return _SHARED + batch.backend if batch.shared else batch.instance_id
+
+
+def backend_of(owner: str) -> str:
+    """Return the name of a shared backend, from its owner name."""
+    return owner.removeprefix(_SHARED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +287,7 @@ def _tier(location: KeyLocation, copy: KeyCopy) -> KvTier:
     if location.tier == "l1":
         # Uncertain CPU RAM counts as disk, so that a prefetch checks it before it is used.
         return KvTier.CPU if copy.is_certain else KvTier.DISK
-    is_local = not location.is_shared and location.backend in _LOCAL_BACKENDS
+    is_local = not location.is_shared and location.backend in LOCAL_BACKENDS
     return KvTier.DISK if is_local else KvTier.REMOTE
 
 

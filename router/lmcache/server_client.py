@@ -106,6 +106,11 @@ class LmcacheServerClient:
         """Return when the server answers its health check, whatever the answer is."""
         await self.exchange("GET", "/healthcheck")
 
+    async def metrics(self) -> str:
+        """Return the server's metrics in Prometheus' text format; empty if it has none."""
+        status, answer = await self.exchange("GET", "/metrics")
+        return answer.decode(errors="replace") if status == 200 else ""
+
     async def prefetch(
         self, keys: PromptKeys, chunks: int, model: str, world_size: int
     ) -> PrefetchStatus:

@@ -1,5 +1,7 @@
 """Watches the replicas' LMCache servers: holds a connection to each, and asks it every second.
 
+Every ten seconds it reads the speeds that the servers measure, for the replicas' cost models.
+
 A server that has ended is forgotten at once: nothing is prefetched there and its KV does not count.
 Its vLLM does not notice for up to two LMCache heartbeats of 10 s each, and requests hang there
 meanwhile (22.7 s were measured). So the replica gets no new requests for that long, if another
@@ -10,9 +12,9 @@ connection, which shows within milliseconds.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Final
 from urllib.parse import urlsplit
@@ -20,10 +22,13 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from router.config.settings import ReplicaConfig
+from router.fleet.cost_model import CostPart
+from router.fleet.counter_speeds import CounterSpeeds, SpeedCounters
 from router.fleet.fleet import Fleet
 from router.fleet.replica import ReplicaState
 from router.index.lmcache_keys import LMCACHE_HASH
 from router.lmcache.coordinator import Coordinator, LiveServer, RegisteredServer
+from router.lmcache.key_directory import LOCAL_BACKENDS
 from router.lmcache.server_client import (
     LmcacheServerClient,
     LmcacheServerError,
@@ -36,6 +41,7 @@ log = logging.getLogger("warmroute.lmcache")
 
 _EVERY_S: Final = 1.0
 _ANSWER_S: Final = 2.0
+_METRICS_EVERY_CHECKS: Final = 10
 _MAX_MISSES: Final = 5
 """Consecutive late answers after which a server counts as ended."""
 UNNOTICED_S: Final = 22.0
@@ -55,6 +61,8 @@ class _Watched:
     """When a server last ended here, until it is back."""
     connection: asyncio.Task[None] | None = None
     """Holds a connection to the server."""
+    checks: int = 0
+    speeds: CounterSpeeds = field(default_factory=CounterSpeeds)
 
 
 @dataclass(eq=False)
@@ -178,6 +186,7 @@ class ServerMonitor:
     async def _check(self, watched: _Watched) -> LiveServer | str:
         """Return the server at a URL, or why there is no usable one."""
         client, known = LmcacheServerClient(self._session, watched.url), watched.server
+        watched.checks += 1
         try:
             async with asyncio.timeout(_ANSWER_S):
                 if known is None:
@@ -186,6 +195,9 @@ class ServerMonitor:
                     # Its vLLM may register after the router has found the server.
                     found = known
                     found.world_sizes.update((await client.status()).world_sizes())
+                elif watched.checks % _METRICS_EVERY_CHECKS == 0:
+                    self._note_speeds(watched, known, await client.metrics())
+                    found = known
                 else:
                     await client.health()
                     found = known
@@ -199,6 +211,20 @@ class ServerMonitor:
             return f"LMCache server {watched.url} does not answer"
         watched.misses = 0
         return found
+
+    def _note_speeds(self, watched: _Watched, server: LiveServer, metrics: str) -> None:
+        """Report the speeds that a server has measured to the replicas that use it."""
+        servers = self._coordinator.replica_servers
+        if not metrics:
+            return  # otherwise all that was measured before would count as new next time
+        counters = server_counters(servers.shared_backends(server.instance_id))
+        speeds = watched.speeds.read(metrics, counters)
+        for name in [each for each, url in self._urls.items() if url == watched.url]:
+            _, ranks = servers.model_of(name) or ("", 1)
+            for part, per_second, measured_on in speeds:
+                # Each rank loads its own part at the same time; L2 reads are of all ranks' parts.
+                total = per_second * ranks if part is CostPart.LOAD else per_second
+                self._fleet.replicas[name].rates.report(part, total, measured_on)
 
     def _lacks_model(self, url: str) -> bool:
         """Whether a replica's model is not yet known at its server."""
@@ -273,6 +299,37 @@ class ServerMonitor:
             if each.until_s is not None and each.until_s <= self._clock():
                 each.until_s = None
                 self._fleet.rest(name, False)
+
+
+def server_counters(shared: Collection[str]) -> tuple[SpeedCounters, ...]:
+    """Return the counters of a server's speeds; ``shared`` are the backends that it shares.
+
+    From ``lmcache/v1/mp_observability/subscribers/metrics`` of 0.5.6:
+
+    - Loads (``phase_timing.py``): bytes and seconds of the copies to the GPU alone. On CPUs, which
+      have no such copies, the speed of whole loads (``l0_l1_throughput.py``); on GPUs that one
+      includes the wait for vLLM's own work, and would make loading look slow under load.
+    - Reads from L2 (``l2_throughput.py``): the mean of the reads' speeds, from order to end. The
+      adapter's queue makes reads at the same time look slower than the disk is, and small reads
+      from the page cache count as much as large ones. There is no counter of bytes or of seconds.
+
+    A server with ``--otlp-endpoint`` or ``--disable-metrics`` exports nothing here.
+    """
+    disk = "|".join(sorted(LOCAL_BACKENDS - set(shared)))
+    l2_loads = "lmcache_mp_l2_load_throughput_GB_per_second"
+    return (
+        SpeedCounters(
+            part=CostPart.LOAD,
+            amount="lmcache_mp_transfer_phase_bytes_total",
+            time="lmcache_mp_transfer_phase_elapsed_seconds_total",
+            labels='direction="h2d",phase="staging"',
+        ),
+        SpeedCounters.of_histogram(
+            CostPart.LOAD, "lmcache_mp_l0_l1_load_throughput_GB_per_second", 'device="cpu"'
+        ),
+        SpeedCounters.of_histogram(CostPart.DISK, l2_loads, f'l2_name="({disk})"'),
+        SpeedCounters.of_histogram(CostPart.REMOTE, l2_loads, f'l2_name="(?!({disk}|p2p)")'),
+    )
 
 
 def server_urls(

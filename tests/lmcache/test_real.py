@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bench.lmcache.replica import CHUNK_TOKENS, LmcacheReplica
-from bench.replica.tiers import wait_until
+from bench.replica.tiers import metric, wait_until
 from tests.lmcache.conftest import Stage
 from tests.lmcache.helpers import TOKENS, ask, chat, next_turn, prompt
 
@@ -83,6 +83,24 @@ def test_a_prefetch_has_l2_in_l1_before_the_request_arrives(stage: Stage) -> Non
             wait_until("L2 is in L1", lambda: holder.l1_objects() == WHOLE // CHUNK_TOKENS)
             assert not warm.done()
         assert warm.result().asked_and_missing == (WHOLE // CHUNK_TOKENS, 0)
+
+
+def test_the_router_takes_the_speeds_that_a_server_has_measured(stage: Stage) -> None:
+    body = prompt(9)
+    holder = stage.replicas[ask(stage.router_url, body).replica]
+    stored(stage, holder, body)
+
+    def is_measured_after_a_load_from_disk() -> bool:
+        leave_on_disk(stage, holder, body)
+        ask(stage.router_url, body)
+        name = "warmroute_measured_rate"
+        return all(
+            metric(stage.router_url, name, part=part, replica=holder.name)
+            for part in ("load", "disk")
+        )
+
+    # A speed needs a load between two readings, which are ten seconds apart.
+    wait_until("the speeds are measured", is_measured_after_a_load_from_disk)
 
 
 def test_a_restarted_router_learns_all_tiers_anew(stage: Stage) -> None:

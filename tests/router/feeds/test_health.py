@@ -10,6 +10,7 @@ import pytest
 
 from router.config.settings import ReplicaConfig, RouterConfig, TimeoutsConfig, TokenizerConfig
 from router.feeds.health_monitor import HealthMonitor
+from router.fleet.cost_model import CostPart
 from router.fleet.fleet import Fleet
 from router.prompt.prompt_reader import PromptSource, ServedModel
 from router.proxy.upstream import client_session
@@ -130,6 +131,43 @@ async def test_a_replica_tells_its_kv_memory_if_it_can(
         replica.metrics = page
         async with monitoring(session, replica.url, heard):
             assert (heard.states, heard.capacities) == (["r up"], capacities)
+
+
+@pytest.mark.parametrize(("agent_url", "knows"), [(None, True), ("http://127.0.0.1:1", False)])
+async def test_speeds_in_its_metrics_are_used_unless_an_engine_of_ours_measures_better(
+    session: aiohttp.ClientSession,
+    eventually: Wait,
+    monkeypatch: pytest.MonkeyPatch,
+    agent_url: str | None,
+    knows: bool,
+) -> None:
+    monkeypatch.setattr("router.feeds.health_monitor._MODELS_EVERY_PROBES", 1)
+    page = (
+        "vllm:request_prefill_time_seconds_sum {0}\n"
+        "vllm:request_prefill_kv_computed_tokens_sum {1}\n"
+        "lmcache:retrieve_to_gpu_time_sum {0}\n"
+        "lmcache:num_hit_tokens_total {1}\n"
+    )
+    async with scripted() as upstream:
+        replica = ReplicaConfig(url=upstream.url, instance_id="r", agent_url=agent_url)
+        timeouts = TimeoutsConfig(health_interval_s=0.01)
+        config, heard = RouterConfig(replicas=(replica,), timeouts=timeouts), Heard()
+        fleet = Told(config, heard)
+        monitor = HealthMonitor(config, fleet, Prompts(heard), session)
+        upstream.metrics = page.format(1, 1_000)
+        await monitor.start()
+        upstream.metrics = page.format(2, 5_000)
+        probed = len(heard.served)
+        await eventually(lambda: len(heard.served) > probed + 2)
+        await monitor.stop()
+    rates = fleet.replicas["r"].rates
+    known = {part for part in CostPart if rates.knows(part)}
+    computing = {CostPart.PREFILL, CostPart.ATTENTION, CostPart.DECODE}
+    assert known == ({*computing, CostPart.LOAD} if knows else set())
+    if knows:
+        assert rates.per_second(CostPart.PREFILL) == pytest.approx(4_000)
+        per_token = fleet.replicas["r"].kv_bytes_per_token
+        assert rates.per_second(CostPart.LOAD) == pytest.approx(4_000 * per_token)
 
 
 async def test_a_replica_without_a_health_endpoint_is_up(session: aiohttp.ClientSession) -> None:

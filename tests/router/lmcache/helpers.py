@@ -147,6 +147,9 @@ class FakeServer:
     """Whether its vLLM has registered its model."""
     busy: asyncio.Event | None = None
     """Health checks are not answered until this is set."""
+    metrics: str | None = None
+    """Answer to ``GET /metrics``; None: 404."""
+    ranks: int = 1
     url: str = ""
     asked: list[dict[str, Any]] = field(default_factory=list)
     polled: int = 0
@@ -156,6 +159,7 @@ class FakeServer:
         app.router.add_get("/config", self.config)
         app.router.add_get("/status", self.status)
         app.router.add_get("/healthcheck", self.health)
+        app.router.add_get("/metrics", self.tell_metrics)
         app.router.add_post("/cache/prefetches", self.prefetch)
         app.router.add_get("/cache/prefetches/{id}", self.poll)
         return app
@@ -164,7 +168,9 @@ class FakeServer:
         return web.json_response({"mp": {"instance_id": self.instance_id, "chunk_size": CHUNK}})
 
     async def status(self, request: web.Request) -> web.Response:
-        contexts = {"1": {"model_name": MODEL, "world_size": 1}} if self.registered else {}
+        contexts: dict[str, Any] = {}
+        if self.registered:
+            contexts["1"] = {"model_name": MODEL, "world_size": self.ranks}
         return web.json_response(
             {
                 "is_healthy": True,
@@ -178,6 +184,9 @@ class FakeServer:
         if self.busy is not None:
             await self.busy.wait()
         return web.json_response({"status": "healthy"})
+
+    async def tell_metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text=self.metrics or "", status=404 if self.metrics is None else 200)
 
     async def prefetch(self, request: web.Request) -> web.Response:
         body = await request.json()

@@ -1,0 +1,115 @@
+"""Speeds from the counters in a server's metrics, by their growth between two readings. Pure."""
+
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import isfinite
+from typing import Final, NamedTuple
+
+from router.fleet.cost_model import CostPart
+
+_GB: Final = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedCounters:
+    """Two counters in Prometheus' text format whose quotient is a speed.
+
+    Their series are added up: a server may have several engines.
+    """
+
+    part: CostPart
+    """Whose rate this is."""
+    amount: str
+    """Name of the counter of bytes or tokens."""
+    time: str
+    """Name of the counter of the time that they took."""
+    labels: str = ""
+    """A regular expression that is found in the labels of the series that count."""
+    unit: float = 1.0
+    """To multiply the quotient by, for units per second of `CostPart`."""
+    least: float = 0.0
+    """A smaller growth of the amount says little about the speed."""
+    is_mean: bool = False
+    """Whether they are the sum and the count of a histogram of speeds: measured on the count."""
+    adds_ranks: bool = False
+    """Whether each series of ``time`` is a rank that does its own part at the same time."""
+
+    @classmethod
+    def of_histogram(cls, part: CostPart, name: str, labels: str) -> "SpeedCounters":
+        """Return the counters of a histogram whose observations are speeds in GB/s."""
+        total, count = f"{name}_sum", f"{name}_count"
+        return cls(part=part, amount=total, time=count, labels=labels, unit=_GB, is_mean=True)
+
+
+class Speed(NamedTuple):
+    """A measured speed."""
+
+    part: CostPart
+    per_second: float
+    measured_on: float
+    """How much it was measured on since the server's start: bytes, tokens or loads."""
+
+
+class _Totals(NamedTuple):
+    amount: float
+    time: float
+    ranks: int
+
+
+class CounterSpeeds:
+    """Follows one server's counters from reading to reading."""
+
+    def __init__(self) -> None:
+        self._before: dict[SpeedCounters, _Totals] = {}
+        """As of the last reading that gave a speed, or the first one."""
+
+    def read(self, metrics: str, counters: Sequence[SpeedCounters]) -> list[Speed]:
+        """Return the speeds since the last reading; none for the first one, or after a restart.
+
+        What has grown too little for a speed counts in the next reading. Counters that were not
+        read last time have their first reading now.
+        """
+        totals = _totals(metrics, counters)
+        self._before = {each: self._before.get(each, now) for each, now in totals.items()}
+        speeds = []
+        for each, now in totals.items():
+            before = self._before[each]
+            amount, time = now.amount - before.amount, now.time - before.time
+            if amount < 0 or time < 0:
+                self._before[each] = now
+            elif amount > 0 and amount >= each.least and time > 0:
+                self._before[each] = now
+                per_second = each.unit * amount / time * (now.ranks if each.adds_ranks else 1)
+                speeds.append(
+                    Speed(each.part, per_second, now.time if each.is_mean else now.amount)
+                )
+        return speeds
+
+
+def _totals(metrics: str, counters: Sequence[SpeedCounters]) -> dict[SpeedCounters, _Totals]:
+    """Return the sums over the series of each counter; 0 for what is not there."""
+    named: dict[str, list[tuple[str, float]]] = {
+        name: [] for each in counters for name in (each.amount, each.time)
+    }
+    # All of it takes a real parser many milliseconds of the event loop.
+    for line in metrics.splitlines():
+        series, _, value = line.rpartition(" ")
+        name, _, labels = series.partition("{")
+        if name in named:
+            with suppress(ValueError):
+                if isfinite(number := float(value)):
+                    named[name].append((labels, number))
+
+    def values(name: str, labels: str) -> list[float]:
+        return [value for found, value in named[name] if re.search(labels, found)]
+
+    return {
+        each: _Totals(
+            sum(values(each.amount, each.labels)),
+            sum(times := values(each.time, each.labels)),
+            len(times),
+        )
+        for each in counters
+    }
