@@ -17,6 +17,7 @@ from router.index.prompt_keys import PromptKeyCache
 from router.policy import ParsedRequest, Plane, endpoint_label, stores
 from router.proxy.lifecycle import RequestLifecycle
 from router.proxy.relay import UsageReader
+from router.proxy.sse import StreamOpening
 from router.proxy.upstream import RETRYABLE
 from router.record.records import Cause, Outcome, RequestRecord, answer_headers, trace_context
 from warmroute_common.api_errors import ApiError, NoReplicaError
@@ -81,6 +82,7 @@ class Exchange:
         self._replica: Replica | None = None
         self._picked_s = 0.0
         self._streamed = False
+        self._opening = StreamOpening()
         self._was_moved = False
         """Whether another replica than the picked one answers."""
         self._has_headers = asyncio.Event()
@@ -137,6 +139,8 @@ class Exchange:
         try:
             await self._note_status(status, served)
             self._streamed = headers.get("content-type", "").startswith("text/event-stream")
+            # What is encoded cannot be read: it has begun with its first byte.
+            self._opening.has_begun = "content-encoding" in headers
             if self._is_ok and not self._streamed:
                 self._began(time.monotonic())
         finally:
@@ -147,8 +151,11 @@ class Exchange:
 
     def came(self, part: bytes, *, is_last: bool) -> None:
         """Note a part of the answer's body."""
-        if part and not self.record.response_bytes and self._is_ok and self._streamed:
-            self._began(time.monotonic())
+        if part and self._streamed and self._is_ok and self.record.first_byte_s is None:
+            if not self._opening.has_begun:
+                self._opening.feed(part)
+            if self._opening.has_begun:
+                self._began(time.monotonic())
         self._reader.feed(part)
         self.record.response_bytes += len(part)
         if is_last:
@@ -158,8 +165,8 @@ class Exchange:
         """Note a part that comes in a call of its own; return whether the next one is wanted."""
         await self._has_headers.wait()  # the copy may be faster than the reply to the headers
         self.came(part, is_last=is_last)
-        wants_more = not (is_last or (self._streamed and part))
-        wants_more = wants_more and self.record.response_bytes < _COPIED_BYTES
+        has_token = self._streamed and (self._opening.has_begun or not self._is_ok)
+        wants_more = not (is_last or has_token) and self.record.response_bytes < _COPIED_BYTES
         if not wants_more:
             self._is_copied.set()
         return wants_more

@@ -32,7 +32,9 @@ from warmroute_common.api_errors import ApiError, BadRequestError, RateLimitedEr
 
 log = logging.getLogger("warmroute.replicas")
 
-_AT_FAULT: Final = frozenset({Cause.CUT, Cause.STATUS, Cause.GATEWAY, Cause.TIMEOUT, Cause.SILENT})
+_AT_FAULT: Final = frozenset(
+    {Cause.CUT, Cause.ERROR, Cause.STATUS, Cause.GATEWAY, Cause.TIMEOUT, Cause.SILENT}
+)
 """Causes that count for a replica's breaker. CONNECT does not: health checks find a replica that
 refuses connections. HUNG does not: the replica only waits for its LMCache server."""
 _SERVER_ERROR: Final = 500

@@ -23,7 +23,7 @@ from router.fleet.replica import Replica
 from router.index.prompt_keys import PromptKeyCache
 from router.policy import ParsedRequest, Plane, endpoint_label, stores
 from router.proxy.lifecycle import RequestLifecycle
-from router.proxy.relay import UsageReader, relay
+from router.proxy.relay import ClientAnswer, UsageReader, relay
 from router.proxy.upstream import (
     AttemptFailedError,
     FirstByteWaits,
@@ -33,8 +33,13 @@ from router.proxy.upstream import (
     forwarded_headers,
 )
 from router.record.records import Cause, FailedTry, Outcome, RequestRecord, trace_context
-from warmroute_common.api_errors import NoReplicaError, UpstreamFailedError, UpstreamTimeoutError
-from warmroute_common.http_server import read_body, release_body
+from warmroute_common.api_errors import (
+    ApiError,
+    NoReplicaError,
+    UpstreamFailedError,
+    UpstreamTimeoutError,
+)
+from warmroute_common.http_server import error_body, read_body, release_body
 
 _SHARE: Final = 0.2
 """Retries, as a share of the requests that wait for their answer to begin. If more are retries,
@@ -189,22 +194,35 @@ class Proxy:
                     grant.take_answer(record.output_tokens, streamed_bytes, time.monotonic())
 
     async def _answer(self, request: web.Request, record: RequestRecord) -> web.StreamResponse:
-        begun = await self._begin(request, record)
+        client = ClientAnswer(request, record)
+        try:
+            begun = await self._begin(client)
+        except ApiError as error:
+            if not client.has_begun:
+                raise
+            record.end(Outcome.REFUSED, error=error.logged)
+            return await client.end_with_error(error_body(request.path, error))
         # From here on no other replica is asked, so the body, its fields and the prompt are
         # released: an answer may take minutes, and thousands may be running.
         release_body(request)
         if isinstance(begun, web.Response):
+            if client.has_begun:
+                record.end(Outcome.REFUSED, error=f"the last replica answered {begun.status}")
+                assert isinstance(begun.body, bytes)
+                return await client.end_with_error(begun.body)
             record.status = begun.status
             record.end(Outcome.OK)
             return begun
         answer, ticket = begun
         reader = UsageReader(any_id=stores(request.method, request.path))
         try:
+            if client.has_begun and not answer.has_events:
+                record.end(Outcome.REFUSED, error=f"the last replica answered {answer.status}")
+                return await client.end_with_error(await answer.read_start())
             return await relay(
-                request,
+                client,
                 answer,
                 reader=reader,
-                record=record,
                 replica=ticket.replica,
                 idle_s=self._config.timeouts.stream_idle_s,
             )
@@ -214,11 +232,12 @@ class Proxy:
                 self._lifecycle.cut(ticket)
             self._lifecycle.finish(ticket, record, reader.read(), ok=answer.is_ok)
 
-    async def _begin(self, request: web.Request, record: RequestRecord) -> _Begun | web.Response:
+    async def _begin(self, client: ClientAnswer) -> _Begun | web.Response:
         """Read a request, and send it until a replica begins to answer.
 
         Returns the last replica's refusal if none does.
         """
+        request, record = client.request, client.record
         body = await read_body(request)
         await self._lifecycle.one_per_tick.enter()
         asked = self._lifecycle.policy.parse(
@@ -230,24 +249,21 @@ class Proxy:
         if grant is not None and asked.has_prompt:
             grant.take_prompt(prompt_keys.prompt_tokens, time.monotonic())
         with self._retries.counting():
-            return await self._send(request, asked, prompt_keys, record)
+            return await self._send(client, asked, prompt_keys)
 
     async def _send(
-        self,
-        request: web.Request,
-        asked: ParsedRequest,
-        prompt_keys: PromptKeyCache,
-        record: RequestRecord,
+        self, client: ClientAnswer, asked: ParsedRequest, prompt_keys: PromptKeyCache
     ) -> _Begun | web.Response:
         """Try the best replica, then the next best; at the end wait for one that said when."""
+        record = client.record
         refusal: web.Response | None = None
         forgiven = 0
         while True:
             try:
                 if not self._counted(record):
-                    return await self._try(request, asked, prompt_keys, record)
+                    return await self._try(client, asked, prompt_keys)
                 async with self._retrying(asked, record):
-                    return await self._try(request, asked, prompt_keys, record, forgiven=forgiven)
+                    return await self._try(client, asked, prompt_keys, forgiven=forgiven)
             except AttemptFailedError as failure:
                 refusal = failure.answer
                 if not self._may_retry(asked, record):
@@ -306,10 +322,9 @@ class Proxy:
 
     async def _try(
         self,
-        request: web.Request,
+        client: ClientAnswer,
         asked: ParsedRequest,
         prompt_keys: PromptKeyCache,
-        record: RequestRecord,
         *,
         forgiven: int = 0,
     ) -> _Begun:
@@ -318,6 +333,7 @@ class Proxy:
         Raises `AttemptFailedError` if another replica may be asked. ``forgiven``: see
         `RequestLifecycle.admit`.
         """
+        request, record = client.request, client.record
         admitted = await self._lifecycle.admit(asked, prompt_keys, record, forgiven=forgiven)
         # In flight from here on, not from after the prefetch: requests with the same prompt that
         # arrive meanwhile must see it. Await nothing before the ``try``: if the client left
@@ -338,6 +354,7 @@ class Proxy:
                     ),
                     body=asked.body,
                     wait=wait,
+                    client=client,
                     seeks=asked.seeks and self._lifecycle.bound_to(asked) is None,
                 )
         except AttemptFailedError as failure:
@@ -380,4 +397,6 @@ class Proxy:
                 )
             case Cause.TIMEOUT:
                 raise UpstreamTimeoutError(f"no replica began to answer in time ({tried})")
-        raise UpstreamFailedError(f"every replica tried broke off before its first byte ({tried})")
+        raise UpstreamFailedError(
+            f"every replica tried failed or broke off before its answer began ({tried})"
+        )

@@ -9,13 +9,16 @@ import json
 import re
 import time
 from collections import deque
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
+import orjson
 from aiohttp import web
+from multidict import CIMultiDict
 
 from router.fleet.replica import Replica
+from router.proxy.sse import WholeEvents, is_final, is_keep_alive
 from router.proxy.upstream import AnswerCutError, ReplicaAnswer
 from router.record.records import Outcome, RequestRecord, answer_headers
 from warmroute_common.api_errors import UpstreamFailedError
@@ -37,61 +40,118 @@ _OUTPUT: Final = (("completion_tokens",), ("output_tokens",))
 _DECODER: Final = json.JSONDecoder()
 
 
+class ClientAnswer:
+    """The answer as its client gets it. Its headers are sent once, with its first bytes.
+
+    Keep-alives of a replica that then fails stay a part of it; the answer of the next replica
+    follows them.
+    """
+
+    def __init__(self, request: web.Request, record: RequestRecord) -> None:
+        self.request = request
+        self.record = record
+        self._response: web.StreamResponse | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the client has got the headers, and so a status that cannot change."""
+        return self._response is not None
+
+    async def prepare(self, status: int, headers: CIMultiDict[str]) -> web.StreamResponse:
+        """Send the headers, unless they were sent."""
+        if self._response is None:
+            self._response = web.StreamResponse(status=status, headers=headers)
+            self._response.headers.update(answer_headers(self.record))
+            await self._response.prepare(self.request)
+            self.record.status = status
+        return self._response
+
+    async def keep_alive(self, status: int, headers: CIMultiDict[str], events: bytes) -> None:
+        """Pass on a replica's keep-alives, before its answer has begun."""
+        # Where the client has left, aiohttp cancels the handler: that ends the request.
+        with suppress(ConnectionResetError):
+            response = await self.prepare(status, headers)
+            await response.write(events)
+            self.record.response_bytes += len(events)
+
+    async def end_with_error(self, body: bytes | None = None) -> web.StreamResponse:
+        """End a stream with an event for an error; ``body`` is that of an answer of its own."""
+        assert self._response is not None
+        path = self.request.path
+        try:
+            data = orjson.dumps(orjson.loads(body or b""))  # on one line
+        except orjson.JSONDecodeError:
+            data = error_body(path, UpstreamFailedError("no replica gave an answer"))
+        name = b"event: error\n" if is_anthropic(path) else b""
+        await self._response.write(name + b"data: " + data + b"\n\n")
+        await self._response.write_eof()
+        return self._response
+
+
 async def relay(
-    request: web.Request,
+    client: ClientAnswer,
     answer: ReplicaAnswer,
     *,
     reader: "UsageReader",
-    record: RequestRecord,
     replica: Replica,
     idle_s: float | None,
 ) -> web.StreamResponse:
-    """Stream ``answer`` to the client; note in ``record`` how it ended.
+    """Stream ``answer`` to the client; note in its record how it ended.
 
-    Each chunk proves that ``replica`` is alive. If nothing moves for ``idle_s``, the answer is cut
-    (the replica sends nothing) or the client's connection is ended (the client reads nothing).
+    Events of a stream are passed on whole. Each chunk proves that ``replica`` is alive. If nothing
+    but keep-alives moves for ``idle_s``, the answer is cut (the replica sends nothing) or the
+    client's connection is ended (the client reads nothing).
     Raises ConnectionResetError when the client has left.
     """
-    response = web.StreamResponse(status=answer.status, headers=answer.headers)
-    response.headers.update(answer_headers(record))
-    await response.prepare(request)
-    record.status = answer.status
+    request, record = client.request, client.record
+    response = await client.prepare(answer.status, answer.headers)
+    events = WholeEvents() if answer.has_events else None
     last = b""
     try:
         with IdleTimer(request, answer, idle_s) as idle:
             async with aclosing(answer.chunks()) as chunks:
                 async for chunk in chunks:
                     idle.is_writing = True
-                    idle.moved_s = replica.heard_s = time.monotonic()
-                    reader.feed(chunk)
-                    await response.write(chunk)
-                    record.response_bytes += len(chunk)
-                    last = chunk
+                    replica.heard_s = time.monotonic()
+                    has_moved = events is None or not is_keep_alive(chunk)
+                    if has_moved:
+                        idle.moved_s = replica.heard_s
+                    if whole := chunk if events is None else events.feed(chunk):
+                        reader.feed(whole)
+                        await response.write(whole)
+                        record.response_bytes += len(whole)
+                        last = whole
                     idle.is_writing = False
-                    idle.moved_s = time.monotonic()
+                    if has_moved:
+                        idle.moved_s = time.monotonic()
     except AnswerCutError as cut:
-        record.end(Outcome.CUT, error=str(cut))
-        await _end_cut(request, response, answer, last)
-        return response
+        if not is_final(last):
+            record.end(Outcome.CUT, error=str(cut))
+            return await _end_cut(client, response, events)
+    except (asyncio.CancelledError, ConnectionResetError):
+        # Clients may close as soon as they have read the last event.
+        if is_final(last) or record.response_bytes == response.content_length:
+            record.end(Outcome.OK)
+        raise
+    if events is not None and (rest := events.rest()):
+        reader.feed(rest)
+        await response.write(rest)
+        record.response_bytes += len(rest)
     await response.write_eof()
     record.end(Outcome.OK)
     return response
 
 
 async def _end_cut(
-    request: web.Request, response: web.StreamResponse, answer: ReplicaAnswer, last: bytes
-) -> None:
-    if not answer.streamed or "Content-Encoding" in answer.headers:
-        response.force_close()
-        if request.transport is not None:
-            request.transport.abort()
-        return
-    error = UpstreamFailedError("the replica's answer broke off; the text so far is incomplete")
-    # An event cut in half would swallow this one: end it first.
-    gap = b"" if last.endswith((b"\n\n", b"\r\n\r\n")) else b"\n\n"
-    name = b"event: error\n" if is_anthropic(request.path) else b""
-    await response.write(gap + name + b"data: " + error_body(request.path, error) + b"\n\n")
-    await response.write_eof()
+    client: ClientAnswer, response: web.StreamResponse, events: WholeEvents | None
+) -> web.StreamResponse:
+    if events is not None and not events.is_split:
+        error = UpstreamFailedError("the replica's answer broke off; the text so far is incomplete")
+        return await client.end_with_error(error_body(client.request.path, error))
+    response.force_close()
+    if client.request.transport is not None:
+        client.request.transport.abort()
+    return response
 
 
 class IdleTimer:

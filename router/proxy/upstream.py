@@ -1,7 +1,7 @@
-"""Sending a request to one replica: headers, connection, first byte, the rest of the answer.
+"""Sending a request to one replica: headers, connection, first content, the rest of the answer.
 
-aiohttp's exceptions are mapped here, once: to `AttemptFailedError` (nothing of the answer was seen,
-so another replica may be asked) and `AnswerCutError` (the answer had begun). A cancelled
+aiohttp's exceptions are mapped here, once: to `AttemptFailedError` (no content of the answer was
+seen, so another replica may be asked) and `AnswerCutError` (the answer had begun). A cancelled
 call closes its connection, which tells the replica that its answer is no longer wanted.
 
 A long prompt may take minutes, so by default nothing limits the wait for the first byte. But a
@@ -16,8 +16,9 @@ import re
 import ssl
 import time
 from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Final, Protocol
 
 import aiohttp
@@ -29,12 +30,15 @@ from yarl import URL
 from router.config.settings import TimeoutsConfig
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica, ReplicaState
+from router.proxy.sse import StreamOpening
 from router.record.records import Cause
 from warmroute_common.config_reader import describe
 from warmroute_common.connection_errors import connection_problem
 
 _SWITCHING_PROTOCOLS: Final = 101
-RETRYABLE: Final = frozenset({502, 503, 504})
+RETRYABLE: Final = MappingProxyType(
+    {502: Cause.STATUS, 503: Cause.STATUS, 504: Cause.STATUS},
+)
 """Statuses of a replica that could not answer, where another may."""
 _LARGE_BODY_BYTES: Final = 1 << 20
 """aiohttp wants a larger body as a file, which it writes piece by piece."""
@@ -113,7 +117,7 @@ class Wait:
 
 
 class ReplicaAnswer:
-    """A replica's answer that has begun: its status, headers and first bytes have arrived."""
+    """A replica's answer that has begun: its status, headers and first content have arrived."""
 
     def __init__(
         self, response: aiohttp.ClientResponse, first: bytes, *, sent_s: float, headers_s: float
@@ -122,9 +126,11 @@ class ReplicaAnswer:
         self.is_ok = response.status < 400
         """Whether the status is a success."""
         self.headers = kept_headers(response.headers)
-        self.streamed = response.content_type == "text/event-stream"
+        self.streamed = _is_streamed(response)
+        self.has_events = _has_events(response)
+        """Whether the body is a stream of events that can be read."""
         self.began_s = time.monotonic() if self.streamed else headers_s
-        """When the answer began, for TTFT: its first byte if it is streamed, else its headers."""
+        """When it began, for TTFT: its first content if it is streamed, else its headers."""
         self.sent_s = sent_s
         """When the request was written."""
         self._response = response
@@ -140,6 +146,17 @@ class ReplicaAnswer:
         except (aiohttp.ClientError, OSError) as error:
             raise AnswerCutError(describe(error)) from error
 
+    async def read_start(self) -> bytes:
+        """Return as much of the body as an error may have; empty if it breaks off."""
+        body = bytearray()
+        with suppress(AnswerCutError):
+            async with aclosing(self.chunks()) as chunks:
+                async for chunk in chunks:
+                    body += chunk
+                    if len(body) >= _FAILURE_BODY_BYTES:
+                        break
+        return bytes(body)
+
     def cut(self, why: str) -> None:
         """End `chunks` as if the replica had broken off."""
         self._response.content.set_exception(TimeoutError(why))
@@ -147,6 +164,21 @@ class ReplicaAnswer:
     def close(self) -> None:
         """Close the connection, unless the answer was read whole and the pool has it back."""
         self._response.close()
+
+
+def _is_streamed(response: aiohttp.ClientResponse) -> bool:
+    return response.content_type == "text/event-stream"
+
+
+def _has_events(response: aiohttp.ClientResponse) -> bool:
+    return _is_streamed(response) and "Content-Encoding" not in response.headers
+
+
+class KeepAlives(Protocol):
+    """Takes what a replica sends before its answer begins, so that no connection looks idle."""
+
+    async def keep_alive(self, status: int, headers: CIMultiDict[str], events: bytes) -> None:
+        """Pass on keep-alives; must not raise if the client has left."""
 
 
 class _Body(aiohttp.Payload):
@@ -191,13 +223,15 @@ class Upstream:
         headers: Mapping[str, str],
         body: bytes,
         wait: Wait,
+        client: KeepAlives,
         seeks: bool = False,
     ) -> ReplicaAnswer:
-        """Send a request; return its answer once the first byte is here. The caller closes it.
+        """Send a request; return its answer once its content begins. The caller closes it.
 
-        ``url`` is sent as it is encoded. Raises `AttemptFailedError` if no answer came, if its
-        status is in `RETRYABLE`, if it is 404 and the request ``seeks`` the replica that stores
-        something, or if ``wait`` was given up.
+        ``url`` is sent as it is encoded. Keep-alives before that go to ``client``.
+        Raises `AttemptFailedError` if no answer came, if its status is in `RETRYABLE`, if its
+        stream begins with such an error, if it is 404 and the request ``seeks`` the replica that
+        stores something, or if ``wait`` was given up.
         """
         sent_s = time.monotonic()
         data = _body(body)
@@ -220,13 +254,13 @@ class Upstream:
                         Cause.CUT, "the replica switched protocols without being asked to"
                     )
                 if response.status in RETRYABLE:
-                    raise await _refused(response, Cause.STATUS)
+                    raise await _refused(response, RETRYABLE[response.status])
                 if seeks and response.status == web.HTTPNotFound.status_code:
                     raise await _refused(response, Cause.ABSENT)
-                # vLLM sends a stream's headers before it has computed
-                # anything: only the first byte of the body shows that the
+                # vLLM sends a stream's headers, and keep-alives, before it has
+                # computed anything: only the first content shows that the
                 # replica has survived the prefill.
-                first = await response.content.readany()
+                first = await _first_content(response, client)
         except BaseException as error:
             if response is not None:
                 response.close()
@@ -255,6 +289,24 @@ class Upstream:
             case aiohttp.ClientError() | OSError():
                 return AttemptFailedError(Cause.CUT, describe(error))
         return None
+
+
+async def _first_content(response: aiohttp.ClientResponse, client: KeepAlives) -> bytes:
+    if not _has_events(response):
+        return await response.content.readany()
+    opening = StreamOpening()
+    while not opening.has_begun and (chunk := await response.content.readany()):
+        if keep_alives := opening.feed(chunk):
+            await client.keep_alive(response.status, kept_headers(response.headers), keep_alives)
+    if (error := opening.error) is not None and error.is_servers:
+        answer = None
+        if error.body is not None:
+            answer = web.Response(
+                status=error.status, body=error.body, content_type="application/json"
+            )
+        cause = RETRYABLE.get(error.status, Cause.ERROR)
+        raise AttemptFailedError(cause, f"its stream began with an error ({error.status})", answer)
+    return bytes(opening.held)
 
 
 async def _refused(response: aiohttp.ClientResponse, cause: Cause) -> AttemptFailedError:

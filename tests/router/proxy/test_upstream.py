@@ -42,8 +42,20 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
         yield session
 
 
+class Client:
+    """Collects keep-alives."""
+
+    def __init__(self) -> None:
+        self.got = b""
+
+    async def keep_alive(self, status: int, headers: CIMultiDict[str], events: bytes) -> None:
+        self.got += events
+
+
 async def read_all(upstream: Upstream, url: str) -> tuple[int, bytes]:
-    answer = await upstream.send("POST", url + "/x", headers={}, body=b"{}", wait=Wait())
+    answer = await upstream.send(
+        "POST", url + "/x", headers={}, body=b"{}", wait=Wait(), client=Client()
+    )
     with closing(answer):
         return answer.status, b"".join([chunk async for chunk in answer.chunks()])
 
@@ -79,7 +91,9 @@ async def test_an_answer_says_when_its_request_was_written(
     replica.will(json_answer({}))
     before_s = time.monotonic()
     upstream = Upstream(session, TimeoutsConfig())
-    answer = await upstream.send("POST", replica.url + "/x", headers={}, body=body, wait=Wait())
+    answer = await upstream.send(
+        "POST", replica.url + "/x", headers={}, body=body, wait=Wait(), client=Client()
+    )
     with closing(answer):
         assert before_s < answer.sent_s < answer.began_s
     [seen] = replica.seen
@@ -121,14 +135,16 @@ async def test_a_cut_between_the_headers_and_the_first_byte(
 async def test_a_cut_after_the_first_byte(
     replica: Scripted, session: aiohttp.ClientSession
 ) -> None:
-    replica.will(stream(b"one", cut=True))
+    replica.will(stream(b"data: one\n\n", cut=True))
     upstream = Upstream(session, TimeoutsConfig())
     got = b""
-    answer = await upstream.send("POST", replica.url + "/x", headers={}, body=b"{}", wait=Wait())
+    answer = await upstream.send(
+        "POST", replica.url + "/x", headers={}, body=b"{}", wait=Wait(), client=Client()
+    )
     with closing(answer), pytest.raises(AnswerCutError):
         async for chunk in answer.chunks():
             got += chunk
-    assert got == b"one"
+    assert got == b"data: one\n\n"
 
 
 @pytest.mark.parametrize("status", [502, 503, 504])
@@ -183,9 +199,13 @@ async def test_cancelling_closes_the_connection(
 async def test_leaving_early_closes_the_connection(
     replica: Scripted, session: aiohttp.ClientSession
 ) -> None:
-    replica.will(stream(b"one", b"never", gates=(None, asyncio.Event())))
+    replica.will(stream(b"data: one\n\n", b"never", gates=(None, asyncio.Event())))
     upstream = Upstream(session, TimeoutsConfig())
-    (await upstream.send("POST", replica.url + "/x", headers={}, body=b"{}", wait=Wait())).close()
+    (
+        await upstream.send(
+            "POST", replica.url + "/x", headers={}, body=b"{}", wait=Wait(), client=Client()
+        )
+    ).close()
     await replica.aborted.wait()
 
 
