@@ -241,10 +241,8 @@ class Exchange:
         record.status = status
         if self._ticket is None:
             return
-        if status in RETRYABLE:
-            self._lifecycle.failed(self._ticket, record, Cause.STATUS, f"answered {status}")
-        else:
-            self._lifecycle.answered(self._ticket, status)
+        if (cause := RETRYABLE.get(status)) is not None:
+            self._lifecycle.failed(self._ticket, record, cause, f"answered {status}")
 
     async def _note_served(self, served: str | None) -> None:
         """Move the request to the replica that answers, where that is not the picked one."""

@@ -22,7 +22,7 @@ from router.fleet.in_flight import Ticket
 from router.fleet.replica import Replica
 from router.index.prompt_keys import PromptKeyCache
 from router.policy import ParsedRequest, Plane, endpoint_label, stores
-from router.proxy.lifecycle import RequestLifecycle
+from router.proxy.lifecycle import MAY_BE_REQUESTS, RequestLifecycle
 from router.proxy.relay import ClientAnswer, UsageReader, relay
 from router.proxy.upstream import (
     AttemptFailedError,
@@ -148,6 +148,8 @@ _Begun = tuple[ReplicaAnswer, Ticket]
 """A replica's answer that has begun, and the ticket to release at its end."""
 _NOT_BEGUN: Final = (Cause.CONNECT, Cause.ABSENT)
 """Causes after which the replica has certainly not begun with the request."""
+_NOT_TAKEN: Final = (*_NOT_BEGUN, Cause.BUSY, Cause.STATUS)
+"""Causes after which the replica has most likely done nothing for the request."""
 _MOST_PATIENCE_S: Final = 5.0
 """The router waits for a replica's ``Retry-After`` up to this; a longer one goes to the client."""
 _MOST_ABSENT: Final = 32
@@ -308,12 +310,20 @@ class Proxy:
 
     def _may_retry(self, asked: ParsedRequest, record: RequestRecord) -> bool:
         """Whether a request whose last try failed may be sent to another replica."""
-        counted = self._counted(record)
+        absent = sum(each.cause is Cause.ABSENT for each in record.failed_tries)
         return (
             (asked.repeatable or record.failed_tries[-1].cause in _NOT_BEGUN)
-            and len(record.failed_tries) - len(counted) < _MOST_ABSENT
-            and len(counted) <= self._config.retries
+            and absent < _MOST_ABSENT
+            and self._tries_left(record) > 0
         )
+
+    def _tries_left(self, record: RequestRecord) -> int:
+        """Return how many more replicas may be asked; after one that it may have broken, one."""
+        counted = self._counted(record)
+        left = self._config.retries + 1 - len(counted)
+        if any(each.cause in MAY_BE_REQUESTS for each in counted):
+            left = min(left, 2 - sum(each.cause not in _NOT_TAKEN for each in counted))
+        return left
 
     @staticmethod
     def _counted(record: RequestRecord) -> list[FailedTry]:
@@ -366,7 +376,6 @@ class Proxy:
         except BaseException:
             self._lifecycle.release(ticket)
             raise
-        self._lifecycle.answered(ticket, answer.status)
         if answer.is_ok:
             lag_s = answer.sent_s - ticket.started_s - record.prepared.waited_s
             self._lifecycle.began(
@@ -381,8 +390,11 @@ class Proxy:
     ) -> AbstractContextManager[Wait]:
         """Make the wait for a first byte, which ends early if another replica can take over."""
         tried = [each.replica_id for each in record.failed_tries]
-        left = self._config.retries - len(self._counted(record))
-        if left > 0 and asked.repeatable and self._lifecycle.bound_to(asked) is None:
+        if (
+            self._tries_left(record) > 1
+            and asked.repeatable
+            and self._lifecycle.bound_to(asked) is None
+        ):
             return self._waits.at(replica, model=asked.model, tried=tried)
         return nullcontext(Wait())
 

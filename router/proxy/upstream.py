@@ -37,7 +37,13 @@ from warmroute_common.connection_errors import connection_problem
 
 _SWITCHING_PROTOCOLS: Final = 101
 RETRYABLE: Final = MappingProxyType(
-    {502: Cause.STATUS, 503: Cause.STATUS, 504: Cause.STATUS},
+    {
+        429: Cause.BUSY,
+        500: Cause.ERROR,
+        502: Cause.STATUS,
+        503: Cause.STATUS,
+        504: Cause.STATUS,
+    }
 )
 """Statuses of a replica that could not answer, where another may."""
 _LARGE_BODY_BYTES: Final = 1 << 20

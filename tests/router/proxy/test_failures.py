@@ -29,13 +29,15 @@ from tests.router.scripted import (
 @pytest.mark.parametrize(
     ("act", "cause"),
     [
+        (json_answer({}, status=429, **{"Retry-After": "1"}), Cause.BUSY),
+        (json_answer({}, status=500), Cause.ERROR),
         (json_answer({}, status=502), Cause.STATUS),
         (json_answer({}, status=503), Cause.STATUS),
         (json_answer({}, status=504), Cause.STATUS),
         (cut_before_headers, Cause.CUT),
         (stream(cut=True), Cause.CUT),
     ],
-    ids=["502", "503", "504", "cut-before-headers", "cut-before-first-byte"],
+    ids=["429", "500", "502", "503", "504", "cut-before-headers", "cut-before-first-byte"],
 )
 async def test_trouble_before_the_first_byte_is_retried(
     fleet: Fleet, act: Act, cause: Cause

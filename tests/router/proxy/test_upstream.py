@@ -147,20 +147,29 @@ async def test_a_cut_after_the_first_byte(
     assert got == b"data: one\n\n"
 
 
-@pytest.mark.parametrize("status", [502, 503, 504])
+@pytest.mark.parametrize(
+    ("status", "cause"),
+    [
+        (429, Cause.BUSY),
+        (500, Cause.ERROR),
+        (502, Cause.STATUS),
+        (503, Cause.STATUS),
+        (504, Cause.STATUS),
+    ],
+)
 async def test_a_refusal_is_kept_with_its_body(
-    replica: Scripted, session: aiohttp.ClientSession, status: int
+    replica: Scripted, session: aiohttp.ClientSession, status: int, cause: Cause
 ) -> None:
     replica.will(json_answer({"why": "busy"}, status=status, **{"Retry-After": "7"}))
     with pytest.raises(AttemptFailedError) as caught:
         await read_all(Upstream(session, TimeoutsConfig()), replica.url)
     answer = caught.value.answer
-    assert caught.value.cause is Cause.STATUS and answer is not None
+    assert caught.value.cause is cause and answer is not None
     assert (answer.status, answer.body) == (status, b'{"why": "busy"}')
     assert answer.headers["Retry-After"] == "7"
 
 
-@pytest.mark.parametrize("status", [400, 404, 429, 500])
+@pytest.mark.parametrize("status", [400, 404, 422, 501])
 async def test_other_errors_are_answers(
     replica: Scripted, session: aiohttp.ClientSession, status: int
 ) -> None:
