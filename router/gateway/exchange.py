@@ -16,7 +16,7 @@ from router.gateway.endpoints import Endpoints
 from router.index.prompt_keys import PromptKeyCache
 from router.policy import ParsedRequest, Plane, endpoint_label, stores
 from router.proxy.lifecycle import RequestLifecycle
-from router.proxy.relay import UsageReader
+from router.proxy.relay import NO_USAGE, UsageReader
 from router.proxy.sse import StreamOpening
 from router.proxy.upstream import RETRYABLE
 from router.record.records import Cause, Outcome, RequestRecord, answer_headers, trace_context
@@ -87,7 +87,7 @@ class Exchange:
         """Whether another replica than the picked one answers."""
         self._has_headers = asyncio.Event()
         self._is_copied = asyncio.Event()
-        self._reader = UsageReader(any_id=stores(self.method, self.path))
+        self._reader: UsageReader | None = None
 
     # --- the request
 
@@ -139,6 +139,9 @@ class Exchange:
         try:
             await self._note_status(status, served)
             self._streamed = headers.get("content-type", "").startswith("text/event-stream")
+            self._reader = UsageReader(
+                streamed=self._streamed, any_id=stores(self.method, self.path)
+            )
             # What is encoded cannot be read: it has begun with its first byte.
             self._opening.has_begun = "content-encoding" in headers
             if self._is_ok and not self._streamed:
@@ -156,7 +159,8 @@ class Exchange:
                 self._opening.feed(part)
             if self._opening.has_begun:
                 self._began(time.monotonic())
-        self._reader.feed(part)
+        if self._reader is not None:
+            self._reader.feed(part)
         self.record.response_bytes += len(part)
         if is_last:
             self.record.end(Outcome.OK)
@@ -215,7 +219,8 @@ class Exchange:
             if self._is_ok:
                 # Its first token was not seen: it did begin, but it is not known when.
                 ticket.first_byte(time.monotonic(), streamed=False)
-            self._lifecycle.finish(ticket, record, self._reader.read(), ok=self._is_ok)
+            usage = NO_USAGE if self._reader is None else self._reader.read()
+            self._lifecycle.finish(ticket, record, usage, ok=self._is_ok)
         self._lifecycle.publish(record)
 
     @property

@@ -216,7 +216,7 @@ class Proxy:
             record.end(Outcome.OK)
             return begun
         answer, ticket = begun
-        reader = UsageReader(any_id=stores(request.method, request.path))
+        reader = UsageReader(streamed=answer.streamed, any_id=stores(request.method, request.path))
         try:
             if client.has_begun and not answer.has_events:
                 record.end(Outcome.REFUSED, error=f"the last replica answered {answer.status}")

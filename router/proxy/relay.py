@@ -8,9 +8,10 @@ import asyncio
 import json
 import re
 import time
-from collections import deque
+from collections.abc import Iterable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Final, Self
 
 import orjson
@@ -26,6 +27,9 @@ from warmroute_common.http_server import error_body, is_anthropic
 
 _HEAD_BYTES: Final = 4 << 10
 _TAIL_BYTES: Final = 16 << 10
+_MOST_TAIL_BYTES: Final = 64 << 10
+_USAGE_BYTES: Final = 4 << 10
+"""The longest ``usage`` that is read."""
 # In a JSON string the quotes would be escaped, so text that a model has
 # written about "usage" does not match.
 _USAGE: Final = re.compile(rb'"usage"\s*:\s*(?=\{)')
@@ -212,18 +216,20 @@ NO_USAGE: Final = Usage()
 class UsageReader:
     """Reads ids and ``usage`` from an answer's bytes while they pass.
 
-    It keeps only the first and last few KB and parses them once, at the end: in every
-    API that is proxied, an id comes first and ``usage`` last.
+    A stream has counts in its first and last events, so only its ends are kept. A whole answer may
+    have them anywhere, and is searched. All is parsed once, at the end.
     """
 
-    __slots__ = ("_head", "_ids", "_tail", "_tail_bytes")
+    __slots__ = ("_found", "_head", "_ids", "_streamed", "_tail", "_tail_bytes")
 
-    def __init__(self, *, any_id: bool = False) -> None:
+    def __init__(self, *, streamed: bool, any_id: bool = False) -> None:
         """``any_id``: whether the replica may store other things than responses."""
+        self._streamed = streamed
         self._ids = _ANY_ID if any_id else _RESPONSE_ID
         self._head = bytearray()
-        self._tail: deque[bytes] = deque()
+        self._tail: list[bytes] = []
         self._tail_bytes = 0
+        self._found: list[bytes] = []
 
     def feed(self, chunk: bytes) -> None:
         """Take the next bytes of the body."""
@@ -231,34 +237,57 @@ class UsageReader:
             self._head += chunk[: _HEAD_BYTES - len(self._head)]
         self._tail.append(chunk)
         self._tail_bytes += len(chunk)
-        while self._tail_bytes - len(self._tail[0]) >= _TAIL_BYTES:
-            self._tail_bytes -= len(self._tail.popleft())
+        if self._tail_bytes > _MOST_TAIL_BYTES:
+            self._trim()
+
+    def _trim(self) -> None:
+        body = b"".join(self._tail)
+        end = len(body) - _TAIL_BYTES
+        if not self._streamed:
+            self._found = _ends(self._found + _usages(body, end))
+        self._tail, self._tail_bytes = [body[end:]], _TAIL_BYTES
 
     def read(self) -> Usage:
         """Return what the bytes so far say."""
-        usage = _last_usage(b"".join(self._tail)[-_TAIL_BYTES:])
-        found = self._ids.search(self._head)
+        found = _usages(self._head) if self._streamed else self._found
+        found = _ends(found + _usages(b"".join(self._tail)))
+        usages = [_parsed(each) for each in reversed(found)]
+        stored = self._ids.search(self._head)
         return Usage(
-            cached_tokens=_first_count(usage, _CACHED),
-            output_tokens=_first_count(usage, _OUTPUT),
-            stored_id=found[1].decode() if found else None,
+            cached_tokens=_first_count(usages, _CACHED),
+            output_tokens=_first_count(usages, _OUTPUT),
+            stored_id=stored[1].decode() if stored else None,
         )
 
 
-def _last_usage(tail: bytes) -> dict[str, Any]:
-    matches = list(_USAGE.finditer(tail))
-    if not matches:
-        return {}
-    text = tail[matches[-1].end() :].decode(errors="replace")
+def _usages(body: bytes | bytearray, end: int | None = None) -> list[bytes]:
+    """Return the beginnings of the objects named ``usage``, of those whose names begin before
+    ``end``."""
+    return [
+        bytes(body[found.end() : found.end() + _USAGE_BYTES])
+        for found in _USAGE.finditer(body)
+        if end is None or found.start() < end
+    ]
+
+
+def _ends(found: list[bytes]) -> list[bytes]:
+    """Return the first and the last: the first event may count the prompt and the last the answer,
+    and a later object of that name need not have counts."""
+    return found[:1] + found[1:][-1:]
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
     try:
-        value, _ = _DECODER.raw_decode(text)
+        value, _ = _DECODER.raw_decode(text.decode(errors="replace"))
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
 
-def _first_count(usage: dict[str, Any], paths: tuple[tuple[str, ...], ...]) -> int | None:
-    for path in paths:
+def _first_count(
+    usages: Iterable[dict[str, Any]], paths: tuple[tuple[str, ...], ...]
+) -> int | None:
+    for usage, path in product(usages, paths):
         value: Any = usage
         for name in path:
             value = value.get(name) if isinstance(value, dict) else None

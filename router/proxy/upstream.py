@@ -147,7 +147,7 @@ class ReplicaAnswer:
         if self._first:
             yield self._first
         try:
-            async for chunk in self._response.content.iter_any():
+            while chunk := await self._response.content.readany():
                 yield chunk
         except (aiohttp.ClientError, OSError) as error:
             raise AnswerCutError(describe(error)) from error
