@@ -365,6 +365,7 @@ class Proxy:
                     body=asked.body,
                     wait=wait,
                     client=client,
+                    repeatable=asked.repeatable,
                     seeks=asked.seeks and self._lifecycle.bound_to(asked) is None,
                 )
         except AttemptFailedError as failure:

@@ -17,6 +17,7 @@ import ssl
 import time
 from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
 from contextlib import aclosing, contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, Protocol
@@ -24,6 +25,9 @@ from typing import Final, Protocol
 import aiohttp
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
+from aiohttp.client_reqrep import ConnectionKey
+from aiohttp.connector import Connection
+from aiohttp.tracing import Trace
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
@@ -230,29 +234,23 @@ class Upstream:
         body: bytes,
         wait: Wait,
         client: KeepAlives,
+        repeatable: bool = False,
         seeks: bool = False,
     ) -> ReplicaAnswer:
         """Send a request; return its answer once its content begins. The caller closes it.
 
-        ``url`` is sent as it is encoded. Keep-alives before that go to ``client``.
+        ``url`` is sent as it is encoded. Keep-alives before that go to ``client``. A request that
+        is ``repeatable`` is sent again if it met a connection that the replica was closing.
         Raises `AttemptFailedError` if no answer came, if its status is in `RETRYABLE`, if its
         stream begins with such an error, if it is 404 and the request ``seeks`` the replica that
         stores something, or if ``wait`` was given up.
         """
         sent_s = time.monotonic()
-        data = _body(body)
         response: aiohttp.ClientResponse | None = None
         try:
             async with wait.within(self._timeouts.first_byte_s):
-                response = await self._session.request(
-                    method,
-                    URL(url, encoded=True),
-                    headers=headers,
-                    data=data,
-                    allow_redirects=False,
-                    timeout=aiohttp.ClientTimeout(
-                        total=None, sock_connect=self._timeouts.connect_s
-                    ),
+                response, data = await self._request(
+                    method, url, headers, body, repeatable=repeatable
                 )
                 headers_s = time.monotonic()
                 if response.status == _SWITCHING_PROTOCOLS:
@@ -277,6 +275,48 @@ class Upstream:
             # In a burst the router writes a request up to 0.3 s after it began to send it.
             sent_s = data.sent_s
         return ReplicaAnswer(response, first, sent_s=sent_s, headers_s=headers_s)
+
+    async def _request(
+        self, method: str, url: str, headers: Mapping[str, str], body: bytes, *, repeatable: bool
+    ) -> tuple[aiohttp.ClientResponse, _Body | None]:
+        """Send a request; return its headers' response and its body as it was sent.
+
+        A replica may close an idle connection just when it is used again. If one that was used
+        before breaks without an answer, the request is sent once more on a new one.
+        """
+        data, use = _body(body), _ConnectionUse()
+        try:
+            return await self._request_on(use, method, url, headers, data), data
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+            if not (use.is_reused and repeatable):
+                raise
+            broke = error
+        data, use = _body(body), _ConnectionUse(must_be_new=True)
+        try:
+            return await self._request_on(use, method, url, headers, data), data
+        except aiohttp.ClientConnectorError:
+            raise broke from None  # the replica has ended, perhaps because of this request
+
+    async def _request_on(
+        self,
+        use: "_ConnectionUse",
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        data: _Body | None,
+    ) -> aiohttp.ClientResponse:
+        token = _CONNECTION_USE.set(use)
+        try:
+            return await self._session.request(
+                method,
+                URL(url, encoded=True),
+                headers=headers,
+                data=data,
+                allow_redirects=False,
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._timeouts.connect_s),
+            )
+        finally:
+            _CONNECTION_USE.reset(token)
 
     def _failure(self, error: BaseException, wait: Wait, url: str) -> AttemptFailedError | None:
         """Map aiohttp's exceptions; None for an error that is not the replica's."""
@@ -325,6 +365,32 @@ async def _refused(response: aiohttp.ClientResponse, cause: Cause) -> AttemptFai
     return AttemptFailedError(cause, f"answered {response.status}", answer)
 
 
+@dataclass
+class _ConnectionUse:
+    """Which connection a request gets from the pool."""
+
+    must_be_new: bool = False
+    is_reused: bool = False
+    """Whether it has got one that was used before."""
+
+
+_CONNECTION_USE: Final[ContextVar[_ConnectionUse | None]] = ContextVar(
+    "connection_use", default=None
+)
+
+
+class _Connector(aiohttp.TCPConnector):
+    """A connection pool that says whether a connection was used before."""
+
+    async def _get(self, key: ConnectionKey, traces: list[Trace]) -> Connection | None:
+        """Return an idle connection, None to make a new one; called by aiohttp."""
+        if (use := _CONNECTION_USE.get()) is None:
+            return await super()._get(key, traces)
+        found = None if use.must_be_new else await super()._get(key, traces)
+        use.is_reused = found is not None
+        return found
+
+
 def client_session(tls: ssl.SSLContext | bool = True) -> aiohttp.ClientSession:
     """Make the session for requests to replicas: unlimited connections, bodies not decoded.
 
@@ -333,7 +399,7 @@ def client_session(tls: ssl.SSLContext | bool = True) -> aiohttp.ClientSession:
     """
     return aiohttp.ClientSession(
         timeout=aiohttp.ClientTimeout(total=_DEFAULT_TIMEOUT_S),
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S, ssl=tls),
+        connector=_Connector(limit=0, keepalive_timeout=_KEEPALIVE_S, ssl=tls),
         auto_decompress=False,
         cookie_jar=aiohttp.DummyCookieJar(),
         skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),

@@ -4,7 +4,7 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncIterator
-from contextlib import closing
+from contextlib import closing, suppress
 
 import aiohttp
 import pytest
@@ -98,6 +98,105 @@ async def test_an_answer_says_when_its_request_was_written(
         assert before_s < answer.sent_s < answer.began_s
     [seen] = replica.seen
     assert seen.body == body
+
+
+# --- idle connections that the replica closes
+
+
+class Closing:
+    """A server that answers the first request of a connection, and closes it at the second."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.requests: list[int] = []
+        """For each connection."""
+        self.answers = 1
+        """How many requests of a connection are answered."""
+        self.takes_more = True
+        """Whether it still listens after it has closed a connection."""
+        self.server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number = len(self.requests)
+        self.requests.append(0)
+        with closing(writer), suppress(asyncio.IncompleteReadError):
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                if b"POST" in head:
+                    await reader.readexactly(2)
+                self.requests[number] += 1
+                if self.requests[number] > self.answers:
+                    if not self.takes_more:
+                        assert self.server is not None
+                        self.server.close()
+                    return
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+
+
+@pytest.fixture
+async def closing_replica() -> AsyncIterator[Closing]:
+    server = Closing()
+    await server.start()
+    yield server
+    assert server.server is not None
+    server.server.close()
+
+
+async def ask(upstream: Upstream, url: str, *, repeatable: bool = True) -> bytes:
+    answer = await upstream.send(
+        "POST", url, headers={}, body=b"{}", wait=Wait(), client=Client(), repeatable=repeatable
+    )
+    with closing(answer):
+        return b"".join([chunk async for chunk in answer.chunks()])
+
+
+async def test_a_connection_that_is_closed_as_it_is_used_again_is_replaced(
+    closing_replica: Closing, session: aiohttp.ClientSession
+) -> None:
+    upstream = Upstream(session, TimeoutsConfig())
+    assert [await ask(upstream, closing_replica.url) for _ in range(3)] == [b"ok"] * 3
+    assert closing_replica.requests == [2, 2, 1]
+
+
+async def test_a_new_connection_that_breaks_is_the_replicas_failure(
+    closing_replica: Closing, session: aiohttp.ClientSession
+) -> None:
+    upstream = Upstream(session, TimeoutsConfig())
+    await ask(upstream, closing_replica.url)
+    closing_replica.answers = 0
+    with pytest.raises(AttemptFailedError) as caught:
+        await ask(upstream, closing_replica.url)
+    assert caught.value.cause is Cause.CUT
+    assert closing_replica.requests == [2, 1]
+    with pytest.raises(AttemptFailedError):
+        await ask(upstream, closing_replica.url)
+    assert closing_replica.requests == [2, 1, 1], "it was new: once is enough"
+
+
+async def test_a_replica_that_is_gone_at_the_second_connection_broke_off_at_the_first(
+    closing_replica: Closing, session: aiohttp.ClientSession
+) -> None:
+    """Else a request that kills replicas would count as one that reached none."""
+    upstream = Upstream(session, TimeoutsConfig())
+    await ask(upstream, closing_replica.url)
+    closing_replica.takes_more = False
+    with pytest.raises(AttemptFailedError) as caught:
+        await ask(upstream, closing_replica.url)
+    assert caught.value.cause is Cause.CUT
+
+
+async def test_what_must_not_be_repeated_is_not_sent_on_another_connection(
+    closing_replica: Closing, session: aiohttp.ClientSession
+) -> None:
+    upstream = Upstream(session, TimeoutsConfig())
+    await ask(upstream, closing_replica.url)
+    with pytest.raises(AttemptFailedError) as caught:
+        await ask(upstream, closing_replica.url, repeatable=False)
+    assert caught.value.cause is Cause.CUT
+    assert closing_replica.requests == [2]
 
 
 async def test_nobody_listens(session: aiohttp.ClientSession) -> None:
