@@ -25,6 +25,8 @@ begin with their last token, and the fleet must not wait for that."""
 _JITTER: Final = 0.25
 """Random share by which the time is shortened, so that several routers do not try at once."""
 
+_TRIAL_FAILED: Final = "a trial failed"
+
 
 class Circuit(StrEnum):
     """Whether requests get through to a replica."""
@@ -47,12 +49,15 @@ class Sign(StrEnum):
     """A trial."""
     FAILED = "failed"
     """A trial."""
+    TAKEN_BACK = "taken back"
+    """Failures without which it would not have opened."""
 
 
 TRANSITIONS: Final[Mapping[tuple[Circuit, Sign], Circuit]] = MappingProxyType(
     {
         (Circuit.CLOSED, Sign.TRIPPED): Circuit.OPEN,
         (Circuit.OPEN, Sign.DUE): Circuit.HALF_OPEN,
+        (Circuit.OPEN, Sign.TAKEN_BACK): Circuit.CLOSED,
         (Circuit.HALF_OPEN, Sign.SUCCEEDED): Circuit.CLOSED,
         (Circuit.HALF_OPEN, Sign.FAILED): Circuit.OPEN,
     }
@@ -151,7 +156,25 @@ class Breaker:
             self._close(now_s)
         else:
             self._doublings += 1
-            self._open(Sign.FAILED, "a trial failed", now_s, config, jitter)
+            self._open(Sign.FAILED, _TRIAL_FAILED, now_s, config, jitter)
+        return True
+
+    def take_back(self, now_s: float, config: BreakerConfig) -> bool:
+        """Forget a failure that was noted; return whether that lets requests through again.
+
+        For a request that other replicas fail at too. A failed trial is not proved wrong by that,
+        but the next trial may go at once.
+        """
+        if self.state is Circuit.OPEN and self.why == _TRIAL_FAILED:
+            self._doublings = max(0, self._doublings - 1)
+            self.due_s = now_s
+            return True
+        self._in_a_row = max(0, self._in_a_row - 1)
+        self._results.take_back()
+        if self.state is not Circuit.OPEN or self._why_open(config):
+            return False
+        self._receive(Sign.TAKEN_BACK)
+        self.why, self.due_s = "", inf
         return True
 
     def check(self) -> None:
@@ -168,18 +191,22 @@ class Breaker:
         self._results.add(ok, now_s, config.window_s)
         if ok or not config.enabled:
             return False
-        failed, count = self._results.failed, self._results.count
-        if self._in_a_row >= config.failures_in_a_row:
-            why = f"{counted(self._in_a_row, 'request')} in a row failed"
-        elif count >= _TELLING and failed >= config.failure_share * count:
-            why = f"{failed} of {count} requests failed within {config.window_s:g} s"
-        else:
+        if not (why := self._why_open(config)):
             return False
         # One that opens again soon after it was closed is as ill as before.
         was_well = now_s - self._closed_s > config.max_open_s
         self._doublings = 0 if was_well else self._doublings + 1
         self._open(Sign.TRIPPED, why, now_s, config, jitter)
         return True
+
+    def _why_open(self, config: BreakerConfig) -> str:
+        """Return why the results should open it; empty if they should not."""
+        failed, count = self._results.failed, self._results.count
+        if self._in_a_row >= config.failures_in_a_row:
+            return f"{counted(self._in_a_row, 'request')} in a row failed"
+        if count >= _TELLING and failed >= config.failure_share * count:
+            return f"{failed} of {count} requests failed within {config.window_s:g} s"
+        return ""
 
     def _open(
         self, sign: Sign, why: str, now_s: float, config: BreakerConfig, jitter: float
@@ -228,3 +255,13 @@ class _Window:
         self._slices[-1][2] += not ok
         self.count += 1
         self.failed += not ok
+
+    def take_back(self) -> None:
+        """Remove the latest failure, if it is not too long ago."""
+        for each in reversed(self._slices):
+            if each[2]:
+                each[1] -= 1
+                each[2] -= 1
+                self.count -= 1
+                self.failed -= 1
+                return

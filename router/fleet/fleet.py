@@ -129,6 +129,11 @@ class Fleet:
         """
         return self.replicas.note_result(ticket.replica, now_s, ok=ok, trial=ticket.trial)
 
+    def take_back_failure(self, replica_id: str, now_s: float) -> bool:
+        """Forget a failure that turned out to be the request's; return whether requests may go."""
+        replica = self.replicas.find(replica_id)
+        return replica is not None and self.replicas.take_back_failure(replica, now_s)
+
     def _speculative_ttl_s(self, replica: Replica, *, by_tokens: bool) -> float:
         """Return how long a speculative entry holds; KV events never confirm one by text."""
         index = self.config.index

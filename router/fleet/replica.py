@@ -488,6 +488,13 @@ class Replicas(dict[str, Replica]):
             self._breakers_changed()
         return changed
 
+    def take_back_failure(self, replica: Replica, now_s: float) -> bool:
+        """Forget one failure of a replica; return whether its breaker now admits some."""
+        changed = replica.breaker.take_back(now_s, self._breaker)
+        if changed:
+            self._breakers_changed()
+        return changed
+
     def came_back(self, replica: Replica) -> None:
         """Note that a replica was down and is up again."""
         if replica.breaker.came_back():

@@ -16,7 +16,8 @@ from router.gateway.endpoints import Endpoints
 from router.index.prompt_keys import PromptKeyCache
 from router.policy import ParsedRequest, Plane, endpoint_label, stores
 from router.proxy.lifecycle import RequestLifecycle
-from router.proxy.relay import UsageReader
+from router.proxy.relay import NO_USAGE, UsageReader
+from router.proxy.sse import StreamOpening
 from router.proxy.upstream import RETRYABLE
 from router.record.records import Cause, Outcome, RequestRecord, answer_headers, trace_context
 from warmroute_common.api_errors import ApiError, NoReplicaError
@@ -81,11 +82,12 @@ class Exchange:
         self._replica: Replica | None = None
         self._picked_s = 0.0
         self._streamed = False
+        self._opening = StreamOpening()
         self._was_moved = False
         """Whether another replica than the picked one answers."""
         self._has_headers = asyncio.Event()
         self._is_copied = asyncio.Event()
-        self._reader = UsageReader(any_id=stores(self.method, self.path))
+        self._reader: UsageReader | None = None
 
     # --- the request
 
@@ -137,6 +139,11 @@ class Exchange:
         try:
             await self._note_status(status, served)
             self._streamed = headers.get("content-type", "").startswith("text/event-stream")
+            self._reader = UsageReader(
+                streamed=self._streamed, any_id=stores(self.method, self.path)
+            )
+            # What is encoded cannot be read: it has begun with its first byte.
+            self._opening.has_begun = "content-encoding" in headers
             if self._is_ok and not self._streamed:
                 self._began(time.monotonic())
         finally:
@@ -147,9 +154,13 @@ class Exchange:
 
     def came(self, part: bytes, *, is_last: bool) -> None:
         """Note a part of the answer's body."""
-        if part and not self.record.response_bytes and self._is_ok and self._streamed:
-            self._began(time.monotonic())
-        self._reader.feed(part)
+        if part and self._streamed and self._is_ok and self.record.first_byte_s is None:
+            if not self._opening.has_begun:
+                self._opening.feed(part)
+            if self._opening.has_begun:
+                self._began(time.monotonic())
+        if self._reader is not None:
+            self._reader.feed(part)
         self.record.response_bytes += len(part)
         if is_last:
             self.record.end(Outcome.OK)
@@ -158,8 +169,8 @@ class Exchange:
         """Note a part that comes in a call of its own; return whether the next one is wanted."""
         await self._has_headers.wait()  # the copy may be faster than the reply to the headers
         self.came(part, is_last=is_last)
-        wants_more = not (is_last or (self._streamed and part))
-        wants_more = wants_more and self.record.response_bytes < _COPIED_BYTES
+        has_token = self._streamed and (self._opening.has_begun or not self._is_ok)
+        wants_more = not (is_last or has_token) and self.record.response_bytes < _COPIED_BYTES
         if not wants_more:
             self._is_copied.set()
         return wants_more
@@ -208,7 +219,8 @@ class Exchange:
             if self._is_ok:
                 # Its first token was not seen: it did begin, but it is not known when.
                 ticket.first_byte(time.monotonic(), streamed=False)
-            self._lifecycle.finish(ticket, record, self._reader.read(), ok=self._is_ok)
+            usage = NO_USAGE if self._reader is None else self._reader.read()
+            self._lifecycle.finish(ticket, record, usage, ok=self._is_ok)
         self._lifecycle.publish(record)
 
     @property
@@ -234,10 +246,8 @@ class Exchange:
         record.status = status
         if self._ticket is None:
             return
-        if status in RETRYABLE:
-            self._lifecycle.failed(self._ticket, record, Cause.STATUS, f"answered {status}")
-        else:
-            self._lifecycle.answered(self._ticket, status)
+        if (cause := RETRYABLE.get(status)) is not None:
+            self._lifecycle.failed(self._ticket, record, cause, f"answered {status}")
 
     async def _note_served(self, served: str | None) -> None:
         """Move the request to the replica that answers, where that is not the picked one."""

@@ -32,11 +32,15 @@ from warmroute_common.api_errors import ApiError, BadRequestError, RateLimitedEr
 
 log = logging.getLogger("warmroute.replicas")
 
-_AT_FAULT: Final = frozenset({Cause.CUT, Cause.STATUS, Cause.GATEWAY, Cause.TIMEOUT, Cause.SILENT})
+_AT_FAULT: Final = frozenset(
+    {Cause.CUT, Cause.ERROR, Cause.STATUS, Cause.GATEWAY, Cause.TIMEOUT, Cause.SILENT}
+)
 """Causes that count for a replica's breaker. CONNECT does not: health checks find a replica that
-refuses connections. HUNG does not: the replica only waits for its LMCache server."""
-_SERVER_ERROR: Final = 500
-"""502, 503 and 504 are retried, and count as failed tries."""
+refuses connections. HUNG does not: the replica only waits for its LMCache server. BUSY does not:
+the replica is well."""
+MAY_BE_REQUESTS: Final = frozenset({Cause.CUT, Cause.ERROR})
+"""Causes that may lie in the request: a prompt that kills one engine kills the next one too.
+vLLM's server answers 500 when its engine has died."""
 
 
 class FailureListener(Protocol):
@@ -286,11 +290,6 @@ class RequestLifecycle:
         self._note_result(ticket, ok=True)
         self._admission.wake()
 
-    def answered(self, ticket: Ticket, status: int) -> None:
-        """Note the status of an answer that is passed on: 500 counts as a failure."""
-        if status == _SERVER_ERROR:
-            self._note_result(ticket, ok=False)
-
     def cut(self, ticket: Ticket) -> None:
         """Note that a replica broke off its answer after it had begun."""
         self._note_result(ticket, ok=False)
@@ -310,7 +309,15 @@ class RequestLifecycle:
         ``retry_after_s`` is the replica's ``Retry-After``, if it sent one.
         """
         assert record.replica_id is not None
-        if cause in _AT_FAULT:
+        before = [
+            each.replica_id
+            for each in record.failed_tries
+            if each.cause in MAY_BE_REQUESTS and each.replica_id != record.replica_id
+        ]
+        if cause in MAY_BE_REQUESTS and before:
+            # It failed so at two replicas: that shows nothing about either.
+            self._take_back(before[-1])
+        elif cause in _AT_FAULT:
             self._note_result(ticket, ok=False)
         record.failed_tries.append(
             FailedTry(
@@ -321,7 +328,7 @@ class RequestLifecycle:
             )
         )
         record.prepared = StagingResult()  # the staged KV was for that replica
-        if cause is not Cause.ABSENT:
+        if cause not in (Cause.ABSENT, Cause.BUSY):
             self._failures.suspect(record.replica_id, cause)
 
     # The end
@@ -356,6 +363,10 @@ class RequestLifecycle:
                 replica.breaker.due_s - now_s,
                 replica.breaker.why,
             )
+
+    def _take_back(self, replica_id: str) -> None:
+        if self.fleet.take_back_failure(replica_id, time.monotonic()):
+            log.info("%s gets requests again: what failed there fails elsewhere too", replica_id)
 
     async def _prompt(self, asked: ParsedRequest) -> Prompt | None:
         if not asked.has_prompt:

@@ -22,8 +22,8 @@ from router.fleet.in_flight import Ticket
 from router.fleet.replica import Replica
 from router.index.prompt_keys import PromptKeyCache
 from router.policy import ParsedRequest, Plane, endpoint_label, stores
-from router.proxy.lifecycle import RequestLifecycle
-from router.proxy.relay import UsageReader, relay
+from router.proxy.lifecycle import MAY_BE_REQUESTS, RequestLifecycle
+from router.proxy.relay import ClientAnswer, UsageReader, relay
 from router.proxy.upstream import (
     AttemptFailedError,
     FirstByteWaits,
@@ -33,8 +33,13 @@ from router.proxy.upstream import (
     forwarded_headers,
 )
 from router.record.records import Cause, FailedTry, Outcome, RequestRecord, trace_context
-from warmroute_common.api_errors import NoReplicaError, UpstreamFailedError, UpstreamTimeoutError
-from warmroute_common.http_server import read_body, release_body
+from warmroute_common.api_errors import (
+    ApiError,
+    NoReplicaError,
+    UpstreamFailedError,
+    UpstreamTimeoutError,
+)
+from warmroute_common.http_server import error_body, read_body, release_body
 
 _SHARE: Final = 0.2
 """Retries, as a share of the requests that wait for their answer to begin. If more are retries,
@@ -143,6 +148,8 @@ _Begun = tuple[ReplicaAnswer, Ticket]
 """A replica's answer that has begun, and the ticket to release at its end."""
 _NOT_BEGUN: Final = (Cause.CONNECT, Cause.ABSENT)
 """Causes after which the replica has certainly not begun with the request."""
+_NOT_TAKEN: Final = (*_NOT_BEGUN, Cause.BUSY, Cause.STATUS)
+"""Causes after which the replica has most likely done nothing for the request."""
 _MOST_PATIENCE_S: Final = 5.0
 """The router waits for a replica's ``Retry-After`` up to this; a longer one goes to the client."""
 _MOST_ABSENT: Final = 32
@@ -189,22 +196,35 @@ class Proxy:
                     grant.take_answer(record.output_tokens, streamed_bytes, time.monotonic())
 
     async def _answer(self, request: web.Request, record: RequestRecord) -> web.StreamResponse:
-        begun = await self._begin(request, record)
+        client = ClientAnswer(request, record)
+        try:
+            begun = await self._begin(client)
+        except ApiError as error:
+            if not client.has_begun:
+                raise
+            record.end(Outcome.REFUSED, error=error.logged)
+            return await client.end_with_error(error_body(request.path, error))
         # From here on no other replica is asked, so the body, its fields and the prompt are
         # released: an answer may take minutes, and thousands may be running.
         release_body(request)
         if isinstance(begun, web.Response):
+            if client.has_begun:
+                record.end(Outcome.REFUSED, error=f"the last replica answered {begun.status}")
+                assert isinstance(begun.body, bytes)
+                return await client.end_with_error(begun.body)
             record.status = begun.status
             record.end(Outcome.OK)
             return begun
         answer, ticket = begun
-        reader = UsageReader(any_id=stores(request.method, request.path))
+        reader = UsageReader(streamed=answer.streamed, any_id=stores(request.method, request.path))
         try:
+            if client.has_begun and not answer.has_events:
+                record.end(Outcome.REFUSED, error=f"the last replica answered {answer.status}")
+                return await client.end_with_error(await answer.read_start())
             return await relay(
-                request,
+                client,
                 answer,
                 reader=reader,
-                record=record,
                 replica=ticket.replica,
                 idle_s=self._config.timeouts.stream_idle_s,
             )
@@ -214,11 +234,12 @@ class Proxy:
                 self._lifecycle.cut(ticket)
             self._lifecycle.finish(ticket, record, reader.read(), ok=answer.is_ok)
 
-    async def _begin(self, request: web.Request, record: RequestRecord) -> _Begun | web.Response:
+    async def _begin(self, client: ClientAnswer) -> _Begun | web.Response:
         """Read a request, and send it until a replica begins to answer.
 
         Returns the last replica's refusal if none does.
         """
+        request, record = client.request, client.record
         body = await read_body(request)
         await self._lifecycle.one_per_tick.enter()
         asked = self._lifecycle.policy.parse(
@@ -230,24 +251,21 @@ class Proxy:
         if grant is not None and asked.has_prompt:
             grant.take_prompt(prompt_keys.prompt_tokens, time.monotonic())
         with self._retries.counting():
-            return await self._send(request, asked, prompt_keys, record)
+            return await self._send(client, asked, prompt_keys)
 
     async def _send(
-        self,
-        request: web.Request,
-        asked: ParsedRequest,
-        prompt_keys: PromptKeyCache,
-        record: RequestRecord,
+        self, client: ClientAnswer, asked: ParsedRequest, prompt_keys: PromptKeyCache
     ) -> _Begun | web.Response:
         """Try the best replica, then the next best; at the end wait for one that said when."""
+        record = client.record
         refusal: web.Response | None = None
         forgiven = 0
         while True:
             try:
                 if not self._counted(record):
-                    return await self._try(request, asked, prompt_keys, record)
+                    return await self._try(client, asked, prompt_keys)
                 async with self._retrying(asked, record):
-                    return await self._try(request, asked, prompt_keys, record, forgiven=forgiven)
+                    return await self._try(client, asked, prompt_keys, forgiven=forgiven)
             except AttemptFailedError as failure:
                 refusal = failure.answer
                 if not self._may_retry(asked, record):
@@ -292,12 +310,20 @@ class Proxy:
 
     def _may_retry(self, asked: ParsedRequest, record: RequestRecord) -> bool:
         """Whether a request whose last try failed may be sent to another replica."""
-        counted = self._counted(record)
+        absent = sum(each.cause is Cause.ABSENT for each in record.failed_tries)
         return (
             (asked.repeatable or record.failed_tries[-1].cause in _NOT_BEGUN)
-            and len(record.failed_tries) - len(counted) < _MOST_ABSENT
-            and len(counted) <= self._config.retries
+            and absent < _MOST_ABSENT
+            and self._tries_left(record) > 0
         )
+
+    def _tries_left(self, record: RequestRecord) -> int:
+        """Return how many more replicas may be asked; after one that it may have broken, one."""
+        counted = self._counted(record)
+        left = self._config.retries + 1 - len(counted)
+        if any(each.cause in MAY_BE_REQUESTS for each in counted):
+            left = min(left, 2 - sum(each.cause not in _NOT_TAKEN for each in counted))
+        return left
 
     @staticmethod
     def _counted(record: RequestRecord) -> list[FailedTry]:
@@ -306,10 +332,9 @@ class Proxy:
 
     async def _try(
         self,
-        request: web.Request,
+        client: ClientAnswer,
         asked: ParsedRequest,
         prompt_keys: PromptKeyCache,
-        record: RequestRecord,
         *,
         forgiven: int = 0,
     ) -> _Begun:
@@ -318,6 +343,7 @@ class Proxy:
         Raises `AttemptFailedError` if another replica may be asked. ``forgiven``: see
         `RequestLifecycle.admit`.
         """
+        request, record = client.request, client.record
         admitted = await self._lifecycle.admit(asked, prompt_keys, record, forgiven=forgiven)
         # In flight from here on, not from after the prefetch: requests with the same prompt that
         # arrive meanwhile must see it. Await nothing before the ``try``: if the client left
@@ -338,6 +364,8 @@ class Proxy:
                     ),
                     body=asked.body,
                     wait=wait,
+                    client=client,
+                    repeatable=asked.repeatable,
                     seeks=asked.seeks and self._lifecycle.bound_to(asked) is None,
                 )
         except AttemptFailedError as failure:
@@ -349,7 +377,6 @@ class Proxy:
         except BaseException:
             self._lifecycle.release(ticket)
             raise
-        self._lifecycle.answered(ticket, answer.status)
         if answer.is_ok:
             lag_s = answer.sent_s - ticket.started_s - record.prepared.waited_s
             self._lifecycle.began(
@@ -364,8 +391,11 @@ class Proxy:
     ) -> AbstractContextManager[Wait]:
         """Make the wait for a first byte, which ends early if another replica can take over."""
         tried = [each.replica_id for each in record.failed_tries]
-        left = self._config.retries - len(self._counted(record))
-        if left > 0 and asked.repeatable and self._lifecycle.bound_to(asked) is None:
+        if (
+            self._tries_left(record) > 1
+            and asked.repeatable
+            and self._lifecycle.bound_to(asked) is None
+        ):
             return self._waits.at(replica, model=asked.model, tried=tried)
         return nullcontext(Wait())
 
@@ -380,4 +410,6 @@ class Proxy:
                 )
             case Cause.TIMEOUT:
                 raise UpstreamTimeoutError(f"no replica began to answer in time ({tried})")
-        raise UpstreamFailedError(f"every replica tried broke off before its first byte ({tried})")
+        raise UpstreamFailedError(
+            f"every replica tried failed or broke off before its answer began ({tried})"
+        )

@@ -8,14 +8,18 @@ import asyncio
 import json
 import re
 import time
-from collections import deque
-from contextlib import aclosing
+from collections.abc import Iterable
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Final, Self
 
+import orjson
 from aiohttp import web
+from multidict import CIMultiDict
 
 from router.fleet.replica import Replica
+from router.proxy.sse import WholeEvents, is_final, is_keep_alive
 from router.proxy.upstream import AnswerCutError, ReplicaAnswer
 from router.record.records import Outcome, RequestRecord, answer_headers
 from warmroute_common.api_errors import UpstreamFailedError
@@ -23,6 +27,9 @@ from warmroute_common.http_server import error_body, is_anthropic
 
 _HEAD_BYTES: Final = 4 << 10
 _TAIL_BYTES: Final = 16 << 10
+_MOST_TAIL_BYTES: Final = 64 << 10
+_USAGE_BYTES: Final = 4 << 10
+"""The longest ``usage`` that is read."""
 # In a JSON string the quotes would be escaped, so text that a model has
 # written about "usage" does not match.
 _USAGE: Final = re.compile(rb'"usage"\s*:\s*(?=\{)')
@@ -37,61 +44,118 @@ _OUTPUT: Final = (("completion_tokens",), ("output_tokens",))
 _DECODER: Final = json.JSONDecoder()
 
 
+class ClientAnswer:
+    """The answer as its client gets it. Its headers are sent once, with its first bytes.
+
+    Keep-alives of a replica that then fails stay a part of it; the answer of the next replica
+    follows them.
+    """
+
+    def __init__(self, request: web.Request, record: RequestRecord) -> None:
+        self.request = request
+        self.record = record
+        self._response: web.StreamResponse | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the client has got the headers, and so a status that cannot change."""
+        return self._response is not None
+
+    async def prepare(self, status: int, headers: CIMultiDict[str]) -> web.StreamResponse:
+        """Send the headers, unless they were sent."""
+        if self._response is None:
+            self._response = web.StreamResponse(status=status, headers=headers)
+            self._response.headers.update(answer_headers(self.record))
+            await self._response.prepare(self.request)
+            self.record.status = status
+        return self._response
+
+    async def keep_alive(self, status: int, headers: CIMultiDict[str], events: bytes) -> None:
+        """Pass on a replica's keep-alives, before its answer has begun."""
+        # Where the client has left, aiohttp cancels the handler: that ends the request.
+        with suppress(ConnectionResetError):
+            response = await self.prepare(status, headers)
+            await response.write(events)
+            self.record.response_bytes += len(events)
+
+    async def end_with_error(self, body: bytes | None = None) -> web.StreamResponse:
+        """End a stream with an event for an error; ``body`` is that of an answer of its own."""
+        assert self._response is not None
+        path = self.request.path
+        try:
+            data = orjson.dumps(orjson.loads(body or b""))  # on one line
+        except orjson.JSONDecodeError:
+            data = error_body(path, UpstreamFailedError("no replica gave an answer"))
+        name = b"event: error\n" if is_anthropic(path) else b""
+        await self._response.write(name + b"data: " + data + b"\n\n")
+        await self._response.write_eof()
+        return self._response
+
+
 async def relay(
-    request: web.Request,
+    client: ClientAnswer,
     answer: ReplicaAnswer,
     *,
     reader: "UsageReader",
-    record: RequestRecord,
     replica: Replica,
     idle_s: float | None,
 ) -> web.StreamResponse:
-    """Stream ``answer`` to the client; note in ``record`` how it ended.
+    """Stream ``answer`` to the client; note in its record how it ended.
 
-    Each chunk proves that ``replica`` is alive. If nothing moves for ``idle_s``, the answer is cut
-    (the replica sends nothing) or the client's connection is ended (the client reads nothing).
+    Events of a stream are passed on whole. Each chunk proves that ``replica`` is alive. If nothing
+    but keep-alives moves for ``idle_s``, the answer is cut (the replica sends nothing) or the
+    client's connection is ended (the client reads nothing).
     Raises ConnectionResetError when the client has left.
     """
-    response = web.StreamResponse(status=answer.status, headers=answer.headers)
-    response.headers.update(answer_headers(record))
-    await response.prepare(request)
-    record.status = answer.status
+    request, record = client.request, client.record
+    response = await client.prepare(answer.status, answer.headers)
+    events = WholeEvents() if answer.has_events else None
     last = b""
     try:
         with IdleTimer(request, answer, idle_s) as idle:
             async with aclosing(answer.chunks()) as chunks:
                 async for chunk in chunks:
                     idle.is_writing = True
-                    idle.moved_s = replica.heard_s = time.monotonic()
-                    reader.feed(chunk)
-                    await response.write(chunk)
-                    record.response_bytes += len(chunk)
-                    last = chunk
+                    replica.heard_s = time.monotonic()
+                    has_moved = events is None or not is_keep_alive(chunk)
+                    if has_moved:
+                        idle.moved_s = replica.heard_s
+                    if whole := chunk if events is None else events.feed(chunk):
+                        reader.feed(whole)
+                        await response.write(whole)
+                        record.response_bytes += len(whole)
+                        last = whole
                     idle.is_writing = False
-                    idle.moved_s = time.monotonic()
+                    if has_moved:
+                        idle.moved_s = time.monotonic()
     except AnswerCutError as cut:
-        record.end(Outcome.CUT, error=str(cut))
-        await _end_cut(request, response, answer, last)
-        return response
+        if not is_final(last):
+            record.end(Outcome.CUT, error=str(cut))
+            return await _end_cut(client, response, events)
+    except (asyncio.CancelledError, ConnectionResetError):
+        # Clients may close as soon as they have read the last event.
+        if is_final(last) or record.response_bytes == response.content_length:
+            record.end(Outcome.OK)
+        raise
+    if events is not None and (rest := events.rest()):
+        reader.feed(rest)
+        await response.write(rest)
+        record.response_bytes += len(rest)
     await response.write_eof()
     record.end(Outcome.OK)
     return response
 
 
 async def _end_cut(
-    request: web.Request, response: web.StreamResponse, answer: ReplicaAnswer, last: bytes
-) -> None:
-    if not answer.streamed or "Content-Encoding" in answer.headers:
-        response.force_close()
-        if request.transport is not None:
-            request.transport.abort()
-        return
-    error = UpstreamFailedError("the replica's answer broke off; the text so far is incomplete")
-    # An event cut in half would swallow this one: end it first.
-    gap = b"" if last.endswith((b"\n\n", b"\r\n\r\n")) else b"\n\n"
-    name = b"event: error\n" if is_anthropic(request.path) else b""
-    await response.write(gap + name + b"data: " + error_body(request.path, error) + b"\n\n")
-    await response.write_eof()
+    client: ClientAnswer, response: web.StreamResponse, events: WholeEvents | None
+) -> web.StreamResponse:
+    if events is not None and not events.is_split:
+        error = UpstreamFailedError("the replica's answer broke off; the text so far is incomplete")
+        return await client.end_with_error(error_body(client.request.path, error))
+    response.force_close()
+    if client.request.transport is not None:
+        client.request.transport.abort()
+    return response
 
 
 class IdleTimer:
@@ -152,18 +216,20 @@ NO_USAGE: Final = Usage()
 class UsageReader:
     """Reads ids and ``usage`` from an answer's bytes while they pass.
 
-    It keeps only the first and last few KB and parses them once, at the end: in every
-    API that is proxied, an id comes first and ``usage`` last.
+    A stream has counts in its first and last events, so only its ends are kept. A whole answer may
+    have them anywhere, and is searched. All is parsed once, at the end.
     """
 
-    __slots__ = ("_head", "_ids", "_tail", "_tail_bytes")
+    __slots__ = ("_found", "_head", "_ids", "_streamed", "_tail", "_tail_bytes")
 
-    def __init__(self, *, any_id: bool = False) -> None:
+    def __init__(self, *, streamed: bool, any_id: bool = False) -> None:
         """``any_id``: whether the replica may store other things than responses."""
+        self._streamed = streamed
         self._ids = _ANY_ID if any_id else _RESPONSE_ID
         self._head = bytearray()
-        self._tail: deque[bytes] = deque()
+        self._tail: list[bytes] = []
         self._tail_bytes = 0
+        self._found: list[bytes] = []
 
     def feed(self, chunk: bytes) -> None:
         """Take the next bytes of the body."""
@@ -171,34 +237,57 @@ class UsageReader:
             self._head += chunk[: _HEAD_BYTES - len(self._head)]
         self._tail.append(chunk)
         self._tail_bytes += len(chunk)
-        while self._tail_bytes - len(self._tail[0]) >= _TAIL_BYTES:
-            self._tail_bytes -= len(self._tail.popleft())
+        if self._tail_bytes > _MOST_TAIL_BYTES:
+            self._trim()
+
+    def _trim(self) -> None:
+        body = b"".join(self._tail)
+        end = len(body) - _TAIL_BYTES
+        if not self._streamed:
+            self._found = _ends(self._found + _usages(body, end))
+        self._tail, self._tail_bytes = [body[end:]], _TAIL_BYTES
 
     def read(self) -> Usage:
         """Return what the bytes so far say."""
-        usage = _last_usage(b"".join(self._tail)[-_TAIL_BYTES:])
-        found = self._ids.search(self._head)
+        found = _usages(self._head) if self._streamed else self._found
+        found = _ends(found + _usages(b"".join(self._tail)))
+        usages = [_parsed(each) for each in reversed(found)]
+        stored = self._ids.search(self._head)
         return Usage(
-            cached_tokens=_first_count(usage, _CACHED),
-            output_tokens=_first_count(usage, _OUTPUT),
-            stored_id=found[1].decode() if found else None,
+            cached_tokens=_first_count(usages, _CACHED),
+            output_tokens=_first_count(usages, _OUTPUT),
+            stored_id=stored[1].decode() if stored else None,
         )
 
 
-def _last_usage(tail: bytes) -> dict[str, Any]:
-    matches = list(_USAGE.finditer(tail))
-    if not matches:
-        return {}
-    text = tail[matches[-1].end() :].decode(errors="replace")
+def _usages(body: bytes | bytearray, end: int | None = None) -> list[bytes]:
+    """Return the beginnings of the objects named ``usage``, of those whose names begin before
+    ``end``."""
+    return [
+        bytes(body[found.end() : found.end() + _USAGE_BYTES])
+        for found in _USAGE.finditer(body)
+        if end is None or found.start() < end
+    ]
+
+
+def _ends(found: list[bytes]) -> list[bytes]:
+    """Return the first and the last: the first event may count the prompt and the last the answer,
+    and a later object of that name need not have counts."""
+    return found[:1] + found[1:][-1:]
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
     try:
-        value, _ = _DECODER.raw_decode(text)
+        value, _ = _DECODER.raw_decode(text.decode(errors="replace"))
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
 
-def _first_count(usage: dict[str, Any], paths: tuple[tuple[str, ...], ...]) -> int | None:
-    for path in paths:
+def _first_count(
+    usages: Iterable[dict[str, Any]], paths: tuple[tuple[str, ...], ...]
+) -> int | None:
+    for usage, path in product(usages, paths):
         value: Any = usage
         for name in path:
             value = value.get(name) if isinstance(value, dict) else None

@@ -1,7 +1,7 @@
-"""Sending a request to one replica: headers, connection, first byte, the rest of the answer.
+"""Sending a request to one replica: headers, connection, first content, the rest of the answer.
 
-aiohttp's exceptions are mapped here, once: to `AttemptFailedError` (nothing of the answer was seen,
-so another replica may be asked) and `AnswerCutError` (the answer had begun). A cancelled
+aiohttp's exceptions are mapped here, once: to `AttemptFailedError` (no content of the answer was
+seen, so another replica may be asked) and `AnswerCutError` (the answer had begun). A cancelled
 call closes its connection, which tells the replica that its answer is no longer wanted.
 
 A long prompt may take minutes, so by default nothing limits the wait for the first byte. But a
@@ -16,25 +16,39 @@ import re
 import ssl
 import time
 from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Final, Protocol
 
 import aiohttp
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
+from aiohttp.client_reqrep import ConnectionKey
+from aiohttp.connector import Connection
+from aiohttp.tracing import Trace
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from router.config.settings import TimeoutsConfig
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica, ReplicaState
+from router.proxy.sse import StreamOpening
 from router.record.records import Cause
 from warmroute_common.config_reader import describe
 from warmroute_common.connection_errors import connection_problem
 
 _SWITCHING_PROTOCOLS: Final = 101
-RETRYABLE: Final = frozenset({502, 503, 504})
+RETRYABLE: Final = MappingProxyType(
+    {
+        429: Cause.BUSY,
+        500: Cause.ERROR,
+        502: Cause.STATUS,
+        503: Cause.STATUS,
+        504: Cause.STATUS,
+    }
+)
 """Statuses of a replica that could not answer, where another may."""
 _LARGE_BODY_BYTES: Final = 1 << 20
 """aiohttp wants a larger body as a file, which it writes piece by piece."""
@@ -113,7 +127,7 @@ class Wait:
 
 
 class ReplicaAnswer:
-    """A replica's answer that has begun: its status, headers and first bytes have arrived."""
+    """A replica's answer that has begun: its status, headers and first content have arrived."""
 
     def __init__(
         self, response: aiohttp.ClientResponse, first: bytes, *, sent_s: float, headers_s: float
@@ -122,9 +136,11 @@ class ReplicaAnswer:
         self.is_ok = response.status < 400
         """Whether the status is a success."""
         self.headers = kept_headers(response.headers)
-        self.streamed = response.content_type == "text/event-stream"
+        self.streamed = _is_streamed(response)
+        self.has_events = _has_events(response)
+        """Whether the body is a stream of events that can be read."""
         self.began_s = time.monotonic() if self.streamed else headers_s
-        """When the answer began, for TTFT: its first byte if it is streamed, else its headers."""
+        """When it began, for TTFT: its first content if it is streamed, else its headers."""
         self.sent_s = sent_s
         """When the request was written."""
         self._response = response
@@ -135,10 +151,21 @@ class ReplicaAnswer:
         if self._first:
             yield self._first
         try:
-            async for chunk in self._response.content.iter_any():
+            while chunk := await self._response.content.readany():
                 yield chunk
         except (aiohttp.ClientError, OSError) as error:
             raise AnswerCutError(describe(error)) from error
+
+    async def read_start(self) -> bytes:
+        """Return as much of the body as an error may have; empty if it breaks off."""
+        body = bytearray()
+        with suppress(AnswerCutError):
+            async with aclosing(self.chunks()) as chunks:
+                async for chunk in chunks:
+                    body += chunk
+                    if len(body) >= _FAILURE_BODY_BYTES:
+                        break
+        return bytes(body)
 
     def cut(self, why: str) -> None:
         """End `chunks` as if the replica had broken off."""
@@ -147,6 +174,21 @@ class ReplicaAnswer:
     def close(self) -> None:
         """Close the connection, unless the answer was read whole and the pool has it back."""
         self._response.close()
+
+
+def _is_streamed(response: aiohttp.ClientResponse) -> bool:
+    return response.content_type == "text/event-stream"
+
+
+def _has_events(response: aiohttp.ClientResponse) -> bool:
+    return _is_streamed(response) and "Content-Encoding" not in response.headers
+
+
+class KeepAlives(Protocol):
+    """Takes what a replica sends before its answer begins, so that no connection looks idle."""
+
+    async def keep_alive(self, status: int, headers: CIMultiDict[str], events: bytes) -> None:
+        """Pass on keep-alives; must not raise if the client has left."""
 
 
 class _Body(aiohttp.Payload):
@@ -191,28 +233,24 @@ class Upstream:
         headers: Mapping[str, str],
         body: bytes,
         wait: Wait,
+        client: KeepAlives,
+        repeatable: bool = False,
         seeks: bool = False,
     ) -> ReplicaAnswer:
-        """Send a request; return its answer once the first byte is here. The caller closes it.
+        """Send a request; return its answer once its content begins. The caller closes it.
 
-        ``url`` is sent as it is encoded. Raises `AttemptFailedError` if no answer came, if its
-        status is in `RETRYABLE`, if it is 404 and the request ``seeks`` the replica that stores
-        something, or if ``wait`` was given up.
+        ``url`` is sent as it is encoded. Keep-alives before that go to ``client``. A request that
+        is ``repeatable`` is sent again if it met a connection that the replica was closing.
+        Raises `AttemptFailedError` if no answer came, if its status is in `RETRYABLE`, if its
+        stream begins with such an error, if it is 404 and the request ``seeks`` the replica that
+        stores something, or if ``wait`` was given up.
         """
         sent_s = time.monotonic()
-        data = _body(body)
         response: aiohttp.ClientResponse | None = None
         try:
             async with wait.within(self._timeouts.first_byte_s):
-                response = await self._session.request(
-                    method,
-                    URL(url, encoded=True),
-                    headers=headers,
-                    data=data,
-                    allow_redirects=False,
-                    timeout=aiohttp.ClientTimeout(
-                        total=None, sock_connect=self._timeouts.connect_s
-                    ),
+                response, data = await self._request(
+                    method, url, headers, body, repeatable=repeatable
                 )
                 headers_s = time.monotonic()
                 if response.status == _SWITCHING_PROTOCOLS:
@@ -220,13 +258,13 @@ class Upstream:
                         Cause.CUT, "the replica switched protocols without being asked to"
                     )
                 if response.status in RETRYABLE:
-                    raise await _refused(response, Cause.STATUS)
+                    raise await _refused(response, RETRYABLE[response.status])
                 if seeks and response.status == web.HTTPNotFound.status_code:
                     raise await _refused(response, Cause.ABSENT)
-                # vLLM sends a stream's headers before it has computed
-                # anything: only the first byte of the body shows that the
+                # vLLM sends a stream's headers, and keep-alives, before it has
+                # computed anything: only the first content shows that the
                 # replica has survived the prefill.
-                first = await response.content.readany()
+                first = await _first_content(response, client)
         except BaseException as error:
             if response is not None:
                 response.close()
@@ -237,6 +275,48 @@ class Upstream:
             # In a burst the router writes a request up to 0.3 s after it began to send it.
             sent_s = data.sent_s
         return ReplicaAnswer(response, first, sent_s=sent_s, headers_s=headers_s)
+
+    async def _request(
+        self, method: str, url: str, headers: Mapping[str, str], body: bytes, *, repeatable: bool
+    ) -> tuple[aiohttp.ClientResponse, _Body | None]:
+        """Send a request; return its headers' response and its body as it was sent.
+
+        A replica may close an idle connection just when it is used again. If one that was used
+        before breaks without an answer, the request is sent once more on a new one.
+        """
+        data, use = _body(body), _ConnectionUse()
+        try:
+            return await self._request_on(use, method, url, headers, data), data
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+            if not (use.is_reused and repeatable):
+                raise
+            broke = error
+        data, use = _body(body), _ConnectionUse(must_be_new=True)
+        try:
+            return await self._request_on(use, method, url, headers, data), data
+        except aiohttp.ClientConnectorError:
+            raise broke from None  # the replica has ended, perhaps because of this request
+
+    async def _request_on(
+        self,
+        use: "_ConnectionUse",
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        data: _Body | None,
+    ) -> aiohttp.ClientResponse:
+        token = _CONNECTION_USE.set(use)
+        try:
+            return await self._session.request(
+                method,
+                URL(url, encoded=True),
+                headers=headers,
+                data=data,
+                allow_redirects=False,
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._timeouts.connect_s),
+            )
+        finally:
+            _CONNECTION_USE.reset(token)
 
     def _failure(self, error: BaseException, wait: Wait, url: str) -> AttemptFailedError | None:
         """Map aiohttp's exceptions; None for an error that is not the replica's."""
@@ -257,6 +337,24 @@ class Upstream:
         return None
 
 
+async def _first_content(response: aiohttp.ClientResponse, client: KeepAlives) -> bytes:
+    if not _has_events(response):
+        return await response.content.readany()
+    opening = StreamOpening()
+    while not opening.has_begun and (chunk := await response.content.readany()):
+        if keep_alives := opening.feed(chunk):
+            await client.keep_alive(response.status, kept_headers(response.headers), keep_alives)
+    if (error := opening.error) is not None and error.is_servers:
+        answer = None
+        if error.body is not None:
+            answer = web.Response(
+                status=error.status, body=error.body, content_type="application/json"
+            )
+        cause = RETRYABLE.get(error.status, Cause.ERROR)
+        raise AttemptFailedError(cause, f"its stream began with an error ({error.status})", answer)
+    return bytes(opening.held)
+
+
 async def _refused(response: aiohttp.ClientResponse, cause: Cause) -> AttemptFailedError:
     body = bytearray()
     while len(body) < _FAILURE_BODY_BYTES and (chunk := await response.content.readany()):
@@ -267,6 +365,32 @@ async def _refused(response: aiohttp.ClientResponse, cause: Cause) -> AttemptFai
     return AttemptFailedError(cause, f"answered {response.status}", answer)
 
 
+@dataclass
+class _ConnectionUse:
+    """Which connection a request gets from the pool."""
+
+    must_be_new: bool = False
+    is_reused: bool = False
+    """Whether it has got one that was used before."""
+
+
+_CONNECTION_USE: Final[ContextVar[_ConnectionUse | None]] = ContextVar(
+    "connection_use", default=None
+)
+
+
+class _Connector(aiohttp.TCPConnector):
+    """A connection pool that says whether a connection was used before."""
+
+    async def _get(self, key: ConnectionKey, traces: list[Trace]) -> Connection | None:
+        """Return an idle connection, None to make a new one; called by aiohttp."""
+        if (use := _CONNECTION_USE.get()) is None:
+            return await super()._get(key, traces)
+        found = None if use.must_be_new else await super()._get(key, traces)
+        use.is_reused = found is not None
+        return found
+
+
 def client_session(tls: ssl.SSLContext | bool = True) -> aiohttp.ClientSession:
     """Make the session for requests to replicas: unlimited connections, bodies not decoded.
 
@@ -275,7 +399,7 @@ def client_session(tls: ssl.SSLContext | bool = True) -> aiohttp.ClientSession:
     """
     return aiohttp.ClientSession(
         timeout=aiohttp.ClientTimeout(total=_DEFAULT_TIMEOUT_S),
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S, ssl=tls),
+        connector=_Connector(limit=0, keepalive_timeout=_KEEPALIVE_S, ssl=tls),
         auto_decompress=False,
         cookie_jar=aiohttp.DummyCookieJar(),
         skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),

@@ -82,7 +82,7 @@ class Outcome(StrEnum):
     REFUSED = "refused"
     """The router answered with an error of its own; no replica had begun to answer."""
     CUT = "cut"
-    """The replica's answer broke off after its first byte."""
+    """The replica's answer broke off after its first content."""
     ENDED = "ended"
     """The gateway ended the request after the answer had begun. It does not say whether the client
     got all of it."""
@@ -98,7 +98,11 @@ class Cause(StrEnum):
     CONNECT = "connect"
     """No connection: refused, unreachable, or not in time."""
     CUT = "cut"
-    """The connection broke before the answer's first byte."""
+    """The connection broke before the answer's first content."""
+    ERROR = "error"
+    """The replica answered 500, or its stream began with an error."""
+    BUSY = "busy"
+    """The replica answered 429: it is well, and takes no more now."""
     STATUS = "status"
     """The replica answered 502, 503 or 504."""
     HUNG = "hung"
@@ -192,7 +196,7 @@ class RequestRecord:
     """In order, failed or not. Unknown behind a gateway."""
     streamed: bool = False
     first_byte_s: float | None = None
-    """When the first byte of the answer's body came if it is streamed, else its headers."""
+    """When the answer's first content came if it is streamed, else its headers."""
     cached_tokens: int | None = None
     """As the replica's ``usage`` said."""
     output_tokens: int | None = None

@@ -36,6 +36,7 @@ def test_the_table_of_transitions(state: Circuit, sign: Sign) -> None:
     moves = {
         ("closed", "tripped"): "open",
         ("open", "due"): "half-open",
+        ("open", "taken back"): "closed",
         ("half-open", "succeeded"): "closed",
         ("half-open", "failed"): "open",
     }
@@ -77,6 +78,37 @@ def test_failures_of_long_ago_do_not_count() -> None:
     assert breaker.state == "closed"
     noting(breaker, ".x.x.x", now_s=21.0)
     assert breaker.state == "open"
+
+
+@pytest.mark.parametrize("results", ["xxx", ".x.x.x.x.x"])
+def test_a_failure_that_is_taken_back_does_not_count(results: str) -> None:
+    breaker = Breaker()
+    noting(breaker, results[:-1])
+    assert not breaker.take_back(0.0, CONFIG)
+    noting(breaker, results[-1])
+    assert breaker.state == "closed"
+    noting(breaker, results[-1])
+    assert breaker.state == "open"
+    breaker.check()
+
+
+def test_one_that_opened_only_for_what_is_taken_back_closes() -> None:
+    breaker = opened()
+    assert breaker.take_back(1.0, CONFIG)
+    assert (breaker.state, breaker.why) == (Circuit.CLOSED, "")
+    breaker.check()
+    assert noting(breaker, "x", 1.0)
+    assert breaker.due_s == 5.0, "not as one that opens again soon after a trial"
+
+
+def test_after_a_trial_that_is_taken_back_the_next_goes_at_once() -> None:
+    breaker = half_open()
+    breaker.note(False, 4.0, CONFIG, trial=breaker.begin(4.0))
+    assert breaker.take_back(5.0, CONFIG)
+    assert breaker.pass_time(5.0) and breaker.state == "half-open"
+    breaker.check()
+    breaker.note(False, 5.0, CONFIG, trial=breaker.begin(5.0))
+    assert breaker.due_s - 5.0 == 8.0
 
 
 def test_one_that_is_switched_off_stays_closed() -> None:
@@ -179,6 +211,15 @@ class AnyOrder(RuleBasedStateMachine):
         self.now_s = 0.0
         self.under_way: list[int] = []
         """The trials among them by their numbers, the others as 0."""
+
+    @rule()
+    def a_failure_is_taken_back(self) -> None:
+        was = self.breaker.state
+        if self.breaker.take_back(self.now_s, CONFIG):
+            assert was is Circuit.OPEN
+            assert self.breaker.admits or self.breaker.due_s == self.now_s
+        else:
+            assert self.breaker.state is was
 
     @rule(seconds=st.floats(0.0, 40.0))
     def time_passes(self, seconds: float) -> None:

@@ -29,13 +29,15 @@ from tests.router.scripted import (
 @pytest.mark.parametrize(
     ("act", "cause"),
     [
+        (json_answer({}, status=429, **{"Retry-After": "1"}), Cause.BUSY),
+        (json_answer({}, status=500), Cause.ERROR),
         (json_answer({}, status=502), Cause.STATUS),
         (json_answer({}, status=503), Cause.STATUS),
         (json_answer({}, status=504), Cause.STATUS),
         (cut_before_headers, Cause.CUT),
         (stream(cut=True), Cause.CUT),
     ],
-    ids=["502", "503", "504", "cut-before-headers", "cut-before-first-byte"],
+    ids=["429", "500", "502", "503", "504", "cut-before-headers", "cut-before-first-byte"],
 )
 async def test_trouble_before_the_first_byte_is_retried(
     fleet: Fleet, act: Act, cause: Cause
@@ -167,18 +169,24 @@ async def test_a_cut_stream_ends_with_an_error_event(fleet: Fleet) -> None:
 async def test_half_an_event_does_not_swallow_the_error(
     fleet: Fleet, client: aiohttp.ClientSession
 ) -> None:
-    fleet.one.will(stream(b'data: {"half', cut=True))
-    router = await fleet.router()
-    async with client.post(f"{router.url}/v1/chat/completions", json=ASK) as response:
-        text = (await response.read()).decode()
-    last = text.split("\n\n")[-2]
-    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "upstream_failed"
+    first = b'data: {"a": "\xc3\xa4"}'
+    for end in (b"\n\n", b"\r\n\r\n", b"\r\r"):
+        for cut_at in range(1, len(first + end)):
+            half = (first + end)[:cut_at]
+            fleet.one.will(stream(first + end, half, cut=True))
+            fleet.two.will(stream(first + end + half, cut=True))
+            router = await fleet.router()
+            async with client.post(f"{router.url}/v1/chat/completions", json=ASK) as response:
+                got = await response.read()
+            assert got.startswith(first + end + b"data: "), (end, half)
+            event = got.removeprefix(first + end + b"data: ")
+            assert json.loads(event)["error"]["code"] == "upstream_failed"
 
 
 async def test_a_cut_message_stream_ends_with_anthropics_event(
     fleet: Fleet, client: aiohttp.ClientSession
 ) -> None:
-    fleet.one.will(stream(b"event: ping\ndata: {}\n\n", cut=True))
+    fleet.one.will(stream(b"event: message_start\ndata: {}\n\n", cut=True))
     router = await fleet.router()
     async with client.post(f"{router.url}/v1/messages", json=ASK) as response:
         event = (await response.read()).decode().split("\n\n")[-2]

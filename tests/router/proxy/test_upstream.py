@@ -4,7 +4,7 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncIterator
-from contextlib import closing
+from contextlib import closing, suppress
 
 import aiohttp
 import pytest
@@ -42,8 +42,20 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
         yield session
 
 
+class Client:
+    """Collects keep-alives."""
+
+    def __init__(self) -> None:
+        self.got = b""
+
+    async def keep_alive(self, status: int, headers: CIMultiDict[str], events: bytes) -> None:
+        self.got += events
+
+
 async def read_all(upstream: Upstream, url: str) -> tuple[int, bytes]:
-    answer = await upstream.send("POST", url + "/x", headers={}, body=b"{}", wait=Wait())
+    answer = await upstream.send(
+        "POST", url + "/x", headers={}, body=b"{}", wait=Wait(), client=Client()
+    )
     with closing(answer):
         return answer.status, b"".join([chunk async for chunk in answer.chunks()])
 
@@ -79,11 +91,112 @@ async def test_an_answer_says_when_its_request_was_written(
     replica.will(json_answer({}))
     before_s = time.monotonic()
     upstream = Upstream(session, TimeoutsConfig())
-    answer = await upstream.send("POST", replica.url + "/x", headers={}, body=body, wait=Wait())
+    answer = await upstream.send(
+        "POST", replica.url + "/x", headers={}, body=body, wait=Wait(), client=Client()
+    )
     with closing(answer):
         assert before_s < answer.sent_s < answer.began_s
     [seen] = replica.seen
     assert seen.body == body
+
+
+# --- idle connections that the replica closes
+
+
+class Closing:
+    """A server that answers the first request of a connection, and closes it at the second."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.requests: list[int] = []
+        """For each connection."""
+        self.answers = 1
+        """How many requests of a connection are answered."""
+        self.takes_more = True
+        """Whether it still listens after it has closed a connection."""
+        self.server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number = len(self.requests)
+        self.requests.append(0)
+        with closing(writer), suppress(asyncio.IncompleteReadError):
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                if b"POST" in head:
+                    await reader.readexactly(2)
+                self.requests[number] += 1
+                if self.requests[number] > self.answers:
+                    if not self.takes_more:
+                        assert self.server is not None
+                        self.server.close()
+                    return
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+
+
+@pytest.fixture
+async def closing_replica() -> AsyncIterator[Closing]:
+    server = Closing()
+    await server.start()
+    yield server
+    assert server.server is not None
+    server.server.close()
+
+
+async def ask(upstream: Upstream, url: str, *, repeatable: bool = True) -> bytes:
+    answer = await upstream.send(
+        "POST", url, headers={}, body=b"{}", wait=Wait(), client=Client(), repeatable=repeatable
+    )
+    with closing(answer):
+        return b"".join([chunk async for chunk in answer.chunks()])
+
+
+async def test_a_connection_that_is_closed_as_it_is_used_again_is_replaced(
+    closing_replica: Closing, session: aiohttp.ClientSession
+) -> None:
+    upstream = Upstream(session, TimeoutsConfig())
+    assert [await ask(upstream, closing_replica.url) for _ in range(3)] == [b"ok"] * 3
+    assert closing_replica.requests == [2, 2, 1]
+
+
+async def test_a_new_connection_that_breaks_is_the_replicas_failure(
+    closing_replica: Closing, session: aiohttp.ClientSession
+) -> None:
+    upstream = Upstream(session, TimeoutsConfig())
+    await ask(upstream, closing_replica.url)
+    closing_replica.answers = 0
+    with pytest.raises(AttemptFailedError) as caught:
+        await ask(upstream, closing_replica.url)
+    assert caught.value.cause is Cause.CUT
+    assert closing_replica.requests == [2, 1]
+    with pytest.raises(AttemptFailedError):
+        await ask(upstream, closing_replica.url)
+    assert closing_replica.requests == [2, 1, 1], "it was new: once is enough"
+
+
+async def test_a_replica_that_is_gone_at_the_second_connection_broke_off_at_the_first(
+    closing_replica: Closing, session: aiohttp.ClientSession
+) -> None:
+    """Else a request that kills replicas would count as one that reached none."""
+    upstream = Upstream(session, TimeoutsConfig())
+    await ask(upstream, closing_replica.url)
+    closing_replica.takes_more = False
+    with pytest.raises(AttemptFailedError) as caught:
+        await ask(upstream, closing_replica.url)
+    assert caught.value.cause is Cause.CUT
+
+
+async def test_what_must_not_be_repeated_is_not_sent_on_another_connection(
+    closing_replica: Closing, session: aiohttp.ClientSession
+) -> None:
+    upstream = Upstream(session, TimeoutsConfig())
+    await ask(upstream, closing_replica.url)
+    with pytest.raises(AttemptFailedError) as caught:
+        await ask(upstream, closing_replica.url, repeatable=False)
+    assert caught.value.cause is Cause.CUT
+    assert closing_replica.requests == [2]
 
 
 async def test_nobody_listens(session: aiohttp.ClientSession) -> None:
@@ -121,30 +234,41 @@ async def test_a_cut_between_the_headers_and_the_first_byte(
 async def test_a_cut_after_the_first_byte(
     replica: Scripted, session: aiohttp.ClientSession
 ) -> None:
-    replica.will(stream(b"one", cut=True))
+    replica.will(stream(b"data: one\n\n", cut=True))
     upstream = Upstream(session, TimeoutsConfig())
     got = b""
-    answer = await upstream.send("POST", replica.url + "/x", headers={}, body=b"{}", wait=Wait())
+    answer = await upstream.send(
+        "POST", replica.url + "/x", headers={}, body=b"{}", wait=Wait(), client=Client()
+    )
     with closing(answer), pytest.raises(AnswerCutError):
         async for chunk in answer.chunks():
             got += chunk
-    assert got == b"one"
+    assert got == b"data: one\n\n"
 
 
-@pytest.mark.parametrize("status", [502, 503, 504])
+@pytest.mark.parametrize(
+    ("status", "cause"),
+    [
+        (429, Cause.BUSY),
+        (500, Cause.ERROR),
+        (502, Cause.STATUS),
+        (503, Cause.STATUS),
+        (504, Cause.STATUS),
+    ],
+)
 async def test_a_refusal_is_kept_with_its_body(
-    replica: Scripted, session: aiohttp.ClientSession, status: int
+    replica: Scripted, session: aiohttp.ClientSession, status: int, cause: Cause
 ) -> None:
     replica.will(json_answer({"why": "busy"}, status=status, **{"Retry-After": "7"}))
     with pytest.raises(AttemptFailedError) as caught:
         await read_all(Upstream(session, TimeoutsConfig()), replica.url)
     answer = caught.value.answer
-    assert caught.value.cause is Cause.STATUS and answer is not None
+    assert caught.value.cause is cause and answer is not None
     assert (answer.status, answer.body) == (status, b'{"why": "busy"}')
     assert answer.headers["Retry-After"] == "7"
 
 
-@pytest.mark.parametrize("status", [400, 404, 429, 500])
+@pytest.mark.parametrize("status", [400, 404, 422, 501])
 async def test_other_errors_are_answers(
     replica: Scripted, session: aiohttp.ClientSession, status: int
 ) -> None:
@@ -183,9 +307,13 @@ async def test_cancelling_closes_the_connection(
 async def test_leaving_early_closes_the_connection(
     replica: Scripted, session: aiohttp.ClientSession
 ) -> None:
-    replica.will(stream(b"one", b"never", gates=(None, asyncio.Event())))
+    replica.will(stream(b"data: one\n\n", b"never", gates=(None, asyncio.Event())))
     upstream = Upstream(session, TimeoutsConfig())
-    (await upstream.send("POST", replica.url + "/x", headers={}, body=b"{}", wait=Wait())).close()
+    (
+        await upstream.send(
+            "POST", replica.url + "/x", headers={}, body=b"{}", wait=Wait(), client=Client()
+        )
+    ).close()
     await replica.aborted.wait()
 
 

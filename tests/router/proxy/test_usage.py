@@ -1,4 +1,4 @@
-"""What an answer says of itself is read from its ends, in every API's shape."""
+"""What an answer says about itself is read wherever it stands, in every API's shape."""
 
 import json
 from typing import Any
@@ -9,7 +9,7 @@ from router.proxy.relay import Usage, UsageReader
 
 
 def read(body: bytes, *, step: int) -> Usage:
-    reader = UsageReader()
+    reader = UsageReader(streamed=not body.startswith(b"{"))
     for start in range(0, len(body), step):
         reader.feed(body[start : start + step])
     return reader.read()
@@ -33,6 +33,28 @@ def test_the_last_usage_of_a_stream_counts() -> None:
     events = [{"usage": {"completion_tokens": n}} for n in range(1, 4)]
     body = b"".join(b"data: " + json.dumps(each).encode() + b"\n\n" for each in events)
     assert read(body + b"data: [DONE]\n\n", step=5).output_tokens == 3
+
+
+@pytest.mark.parametrize("step", [1, 7, 65_536])
+def test_counts_before_long_arrays(step: int) -> None:
+    """``return_token_ids`` and ``prompt_logprobs`` come after ``usage``."""
+    answer = {"id": "x", "choices": [], "usage": CHAT, "prompt_token_ids": [*range(20_000)]}
+    assert read(json.dumps(answer).encode(), step=step) == Usage(cached_tokens=8, output_tokens=3)
+
+
+@pytest.mark.parametrize("step", [1, 7, 65_536])
+@pytest.mark.parametrize("events", [0, 2_000])
+def test_counts_of_the_first_and_the_last_event_are_put_together(step: int, events: int) -> None:
+    """Anthropic's servers count the prompt in ``message_start`` alone."""
+    start = {"message": {"usage": {"cache_read_input_tokens": 8, "output_tokens": 1}}}
+    told = [start, *[{"delta": {"text": "word"}}] * events, {"usage": {"output_tokens": 3}}]
+    body = b"".join(b"event: x\ndata: " + json.dumps(each).encode() + b"\n\n" for each in told)
+    assert read(body, step=step) == Usage(cached_tokens=8, output_tokens=3)
+
+
+def test_a_later_object_of_that_name_without_counts_changes_nothing() -> None:
+    answer = {"usage": CHAT, "metrics": {"usage": {"x": 1}}}
+    assert read(json.dumps(answer).encode(), step=9) == Usage(cached_tokens=8, output_tokens=3)
 
 
 def test_text_that_speaks_of_usage_is_not_read() -> None:
@@ -59,11 +81,12 @@ def test_a_response_id_is_read_from_the_beginning() -> None:
     assert read(body, step=10).stored_id == "resp_abc"
 
 
-def test_memory_is_bounded() -> None:
-    reader = UsageReader()
+@pytest.mark.parametrize("streamed", [True, False])
+def test_memory_is_bounded(streamed: bool) -> None:
+    reader = UsageReader(streamed=streamed)
     for _ in range(1000):
-        reader.feed(b"x" * 10_000)
-    assert sum(map(len, reader._tail)) < 64 << 10
+        reader.feed(b'{"usage": {"x": ' + b"1" * 10_000)
+    assert len(reader._head) + sum(map(len, [*reader._tail, *reader._found])) < 128 << 10
 
 
 def test_a_usage_nested_too_deeply_to_be_read_is_none() -> None:
