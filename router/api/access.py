@@ -17,14 +17,13 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from router.config.settings import AccessConfig, KeyConfig
-from warmroute_common.addresses import is_loopback
+from warmroute_common.admin_token import HEADER as ADMIN_HEADER
 from warmroute_common.api_errors import (
     ApiError,
     ForbiddenError,
     RateLimitedError,
     UnauthorizedError,
 )
-from warmroute_common.fleet_secret import may_be_of_a_page
 from warmroute_common.http_server import is_anthropic
 
 log = logging.getLogger("warmroute.access")
@@ -43,7 +42,6 @@ _HEALTH: Final = "/health"
 _ADMIN: Final = frozenset({"/explain", "/ui/state", _METRICS, _REPLICAS})
 _BELOW_ADMIN: Final = (f"{_REPLICAS}/",)
 """Prefixes of paths that need an admin key too."""
-_PROXIED: Final = ("Forwarded", "X-Forwarded-For")
 
 
 # --- keys
@@ -200,12 +198,14 @@ class Access:
         config: AccessConfig,
         *,
         open_paths: Collection[str] = (),
+        admin_token: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``open_paths`` need no key, like health."""
+        """``open_paths`` need no key, like health. ``admin_token`` counts as an admin key."""
         self.refused: Counter[tuple[str, str]] = Counter()
         """Refused requests by key name ("none" for an unknown one) and cause."""
         self._open = frozenset({_HEALTH, *open_paths})
+        self._local = frozenset() if admin_token is None else frozenset({sha256_of(admin_token)})
         self._clock = clock
         self._grants: dict[str, Grant] = {}
         self.change(config)
@@ -221,22 +221,22 @@ class Access:
                 grant.change(each)
             self._grants[each.sha256] = grant
         self._admins = frozenset(config.admin_sha256)
+        self._are_admins = self._admins | self._local
         self._metrics_are_open = config.metrics == "open"
 
     @property
     def has_admin_keys(self) -> bool:
-        """Whether administration needs a key."""
+        """Whether admin keys are configured."""
         return bool(self._admins)
 
     def is_admin_key(self, key: str) -> bool:
-        """Whether a key is an admin key."""
-        return sha256_of(key) in self._admins
+        """Whether a key is an admin key, or the token of this machine's commands."""
+        return sha256_of(key) in self._are_admins
 
     def may_administer(self, request: web.Request) -> bool:
-        """Whether a request has an admin key or, if none is configured, comes from this machine."""
-        if self._admins:
-            return any(map(self.is_admin_key, shown_keys(request)))
-        return _is_from_here(request)
+        """Whether a request has an admin key. Where it comes from never counts."""
+        shown = (*shown_keys(request), *request.headers.getall(ADMIN_HEADER, ()))
+        return any(map(self.is_admin_key, shown))
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -267,15 +267,17 @@ class Access:
             return
         self.refused["none", "admin"] += 1
         path = request.rel_url.raw_path
-        if self._admins:
-            raise UnauthorizedError(
-                f"{path} asks for an admin key: 'Authorization: Bearer KEY'",
-                code="invalid_api_key",
+        fix = ""
+        if not self._admins:
+            fix = (
+                "; none is configured: 'warmroute key --admin' makes one, and the user who runs "
+                "the router may send the token in the file that its log names"
             )
-        fix = ", or 'access: {metrics: open}'" if request.path == _METRICS else ""
-        raise ForbiddenError(
-            f"{path} answers callers on the router's own machine only, because no admin key is "
-            f"configured; set access.admin_sha256 ('warmroute key --admin' makes it){fix}"
+        if request.path == _METRICS:
+            fix += "; or set 'access: {metrics: open}'"
+        raise UnauthorizedError(
+            f"{path} asks for an admin key: 'Authorization: Bearer KEY'{fix}",
+            code="invalid_api_key",
         )
 
     def _grant_of(self, request: web.Request) -> Grant:
@@ -288,11 +290,3 @@ class Access:
         if any(map(self.is_admin_key, keys)):
             found = "an admin key was sent, and this path needs a client key (access.keys)"
         raise UnauthorizedError(found, code="invalid_api_key")
-
-
-def _is_from_here(request: web.Request) -> bool:
-    """Whether a program on this machine asks for itself: no proxy, and no page in a browser."""
-    if not request.remote or any(name in request.headers for name in _PROXIED):
-        return False
-    host, origin = request.headers.get("Host"), request.headers.get("Origin")
-    return is_loopback(request.remote) and not may_be_of_a_page(host, origin)

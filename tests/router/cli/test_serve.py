@@ -14,17 +14,20 @@ from pathlib import Path
 import pytest
 
 from tests.router.cli.helpers import serving
+from warmroute_common.admin_token import admin_token_headers
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_serves_until_told_to_stop(number: signal.Signals) -> None:
     with serving("--port", "0") as (process, url):
-        with urllib.request.urlopen(f"{url}/metrics") as response:
+        own = urllib.request.Request(f"{url}/metrics", headers=admin_token_headers(url))
+        with urllib.request.urlopen(own) as response:
             assert response.status == 200
         process.send_signal(number)
         assert process.stderr is not None
         rest = process.stderr.read()
         assert process.wait() == 0
+    assert not admin_token_headers(url)
     assert "stopping" in rest
     assert "Traceback" not in rest
 
@@ -43,7 +46,7 @@ def test_a_second_signal_does_not_wait() -> None:
             client.sendall(
                 b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
             )
-            with urllib.request.urlopen(f"{url}/metrics") as response:
+            with urllib.request.urlopen(f"{url}/ui") as response:
                 assert response.status == 200
             process.send_signal(signal.SIGTERM)
             assert process.stderr is not None
@@ -145,7 +148,8 @@ def test_it_reads_its_configuration_again_on_hangup(tmp_path: Path) -> None:
 
     def replicas(url: str) -> set[str]:
         try:
-            with urllib.request.urlopen(f"{url}/health") as response:
+            asked = urllib.request.Request(f"{url}/health", headers=admin_token_headers(url))
+            with urllib.request.urlopen(asked) as response:
                 told = json.load(response)
         except urllib.error.HTTPError as error:  # no replica is up
             told = json.load(error)
