@@ -96,6 +96,8 @@ class ParsedRequest:
     max_wait_s: float = inf
     """How long the router may hold the request, as the client asked."""
     has_prompt: bool = True
+    is_form: bool = False
+    """Whether the body is a form, which mostly holds audio or an image."""
     """Whether there is a prompt to match."""
     ids: tuple[str, ...] = ()
     """Ids of stored responses, files and such in the request. Only the replica that stores one of
@@ -194,6 +196,7 @@ class Policy:
             model=model,
             session=_session(fields, session),
             has_prompt=False,
+            is_form=_is_multipart(content_type),
             ids=(*path.split("/")[3:], *_named_ids(fields)),
             repeatable=is_repeatable(method, path),
             seeks=not body,
@@ -324,11 +327,11 @@ def _model_of(
     content_type: str, body: bytes, aliases: Mapping[str, str]
 ) -> tuple[dict[str, Any], str | None, bytes]:
     """Return a body's JSON fields, its model, and the body with an alias replaced."""
-    kind = content_type.partition(";")[0].strip().lower()
-    if kind.startswith("multipart/"):
+    if _is_multipart(content_type):
         model, body = _form_model(content_type, body, aliases)
         return {}, model, body
-    if kind == _URLENCODED:  # it may be JSON all the same, with another model for a form's reader
+    if _kind(content_type) == _URLENCODED:
+        # It may be JSON as well, and name another model to a reader of forms.
         return {}, None, body
     fields = _json_fields(body)
     named = fields.get("model")
@@ -336,6 +339,14 @@ def _model_of(
     if model is not None and model in aliases:
         body = _renamed(fields, model := aliases[model])
     return fields, model, body
+
+
+def _kind(content_type: str) -> str:
+    return content_type.partition(";")[0].strip().lower()
+
+
+def _is_multipart(content_type: str) -> bool:
+    return _kind(content_type).startswith("multipart/")
 
 
 def _renamed(fields: dict[str, Any], model: str) -> bytes:

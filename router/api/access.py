@@ -29,8 +29,6 @@ from warmroute_common.http_server import is_anthropic
 log = logging.getLogger("warmroute.access")
 
 _MINUTE_S: Final = 60.0
-_STREAMED_BYTES_PER_TOKEN: Final = 256
-"""Rough size of a token's event, for streams without ``usage``."""
 
 _KEY_PREFIX: Final = "wr-"
 """Lets secret scanners find keys that were committed by mistake."""
@@ -94,9 +92,9 @@ class TokenBucket:
         return max(0.0, (1.0 - self._left) / self._per_s)
 
     def take(self, count: int, now_s: float) -> None:
-        """Take tokens out, also more than there are."""
+        """Take tokens out, also more than there are; a count below 0 puts some back."""
         self._fill(now_s)
-        self._left -= count
+        self._left = min(self._capacity, self._left - count)
 
     def _fill(self, now_s: float) -> None:
         self._left = min(self._capacity, self._left + (now_s - self._filled_s) * self._per_s)
@@ -159,10 +157,14 @@ class Grant:
         self._check("tokens", now_s)
         self._take("tokens", tokens, now_s)
 
-    def take_answer(self, tokens: int | None, streamed_bytes: int, now_s: float) -> None:
-        """Count an answer's tokens; without ``usage`` they are estimated from its stream."""
-        estimate = streamed_bytes // _STREAMED_BYTES_PER_TOKEN
-        self._take("tokens", estimate if tokens is None else tokens, now_s)
+    def take_answer(self, tokens: int, now_s: float) -> None:
+        """Count an answer's tokens; below 0 where the prompt had fewer than were counted."""
+        self._take("tokens", tokens, now_s)
+
+    @property
+    def limits_tokens(self) -> bool:
+        """Whether the key has a limit of tokens."""
+        return "tokens" in self._buckets
 
     def _take(self, unit: str, count: int, now_s: float) -> None:
         if unit in self._buckets:

@@ -33,6 +33,9 @@ _CACHED: Final = (
     ("input_tokens_details", "cached_tokens"),
     ("cache_read_input_tokens",),
 )
+_PROMPT: Final = (("prompt_tokens",), ("input_tokens",), ("total_tokens",))
+_OF_PROMPT: Final = ("cache_read_input_tokens", "cache_creation_input_tokens")
+"""Anthropic's ``input_tokens`` are without these."""
 _OUTPUT: Final = (("completion_tokens",), ("output_tokens",))
 _DECODER: Final = json.JSONDecoder()
 
@@ -139,6 +142,7 @@ class IdleTimer:
 class Usage:
     """What an answer says about itself; None where it says nothing."""
 
+    prompt_tokens: int | None = None
     cached_tokens: int | None = None
     output_tokens: int | None = None
     stored_id: str | None = None
@@ -179,6 +183,7 @@ class UsageReader:
         usage = _last_usage(b"".join(self._tail)[-_TAIL_BYTES:])
         found = self._ids.search(self._head)
         return Usage(
+            prompt_tokens=_prompt_count(usage),
             cached_tokens=_first_count(usage, _CACHED),
             output_tokens=_first_count(usage, _OUTPUT),
             stored_id=found[1].decode() if found else None,
@@ -195,6 +200,14 @@ def _last_usage(tail: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _prompt_count(usage: dict[str, Any]) -> int | None:
+    """Return a prompt's tokens; None for 0, which beginnings of streams tell."""
+    found = _first_count(usage, _PROMPT)
+    return (found or None) and found + sum(
+        _first_count(usage, ((name,),)) or 0 for name in _OF_PROMPT
+    )
 
 
 def _first_count(usage: dict[str, Any], paths: tuple[tuple[str, ...], ...]) -> int | None:

@@ -181,6 +181,8 @@ class RequestRecord:
     home: str | None = None
     """The replica that was the session's home when it was decided."""
     prompt_tokens: int | None = None
+    is_exact: bool = False
+    """Whether `prompt_tokens` are certainly what the replica computes."""
     matched_tokens: Mapping[KvTier, int] = field(default_factory=dict)
     """By tier, as the router believed when it decided."""
     predicted_ttft_s: float | None = None

@@ -26,7 +26,7 @@ MESSAGES = {"input_tokens": 1, "output_tokens": 3, "cache_read_input_tokens": 8}
 def test_counts_of_every_api(usage: dict[str, Any], separators: tuple[str, str], step: int) -> None:
     answer = {"id": "x", "choices": ["long " * 10_000], "usage": usage, "more": None}
     body = json.dumps(answer, separators=separators).encode()
-    assert read(body, step=step) == Usage(cached_tokens=8, output_tokens=3)
+    assert read(body, step=step) == Usage(prompt_tokens=9, cached_tokens=8, output_tokens=3)
 
 
 def test_the_last_usage_of_a_stream_counts() -> None:
