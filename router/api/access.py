@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from math import ceil
 from typing import Final
+from urllib.parse import quote
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -112,6 +113,7 @@ class Grant:
     def change(self, key: KeyConfig) -> None:
         """Apply a key's new settings; the bucket of an unchanged rate keeps its level."""
         self.name = key.name
+        self._scope = quote(key.name, safe="")
         self._models = None if key.models is None else frozenset(key.models)
         before = self._buckets
         self._buckets = {}
@@ -123,6 +125,10 @@ class Grant:
                 bucket = before.get(unit)
                 same = bucket is not None and bucket.per_minute == per_minute
                 self._buckets[unit] = bucket if bucket and same else TokenBucket(per_minute)
+
+    def own_session(self, session: str | None) -> str | None:
+        """Return a session's name among those of all keys: ``KEY/SESSION``."""
+        return None if session is None else f"{self._scope}/{session}"
 
     def allows(self, model: str | None) -> bool:
         """Whether the key may use a model; None leaves the choice to the replica."""
@@ -186,6 +192,8 @@ class Grant:
 
 GRANT: Final = web.RequestKey("grant", Grant)
 """The grant of a request's key; missing where no keys are configured."""
+IS_TENANT: Final = web.RequestKey("is_tenant", bool)
+"""Whether a client may not see where its request went, and what is held there."""
 
 
 class Access:
@@ -260,6 +268,7 @@ class Access:
             self._check_admin(request)
         elif self._grants and path not in self._open:
             request[GRANT] = grant = self._grant_of(request)
+            request[IS_TENANT] = not self.may_administer(request)
             grant.take_request(self._clock())
 
     def _check_admin(self, request: web.Request) -> None:

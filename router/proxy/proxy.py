@@ -11,6 +11,7 @@ import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from dataclasses import replace
 from math import ceil
 from typing import Final, NoReturn
 
@@ -234,6 +235,7 @@ class Proxy:
         )
         if (grant := request.get(GRANT)) is not None:
             grant.check_model(asked.model)
+            asked = replace(asked, session=grant.own_session(asked.session))
         prompt_keys = await self._lifecycle.read(asked, record)
         if charge is not None:
             charge.take(

@@ -15,6 +15,7 @@ from typing import Any, Final, Self
 
 from aiohttp import web
 
+from router.api.access import IS_TENANT
 from router.fleet.replica import Replica
 from router.proxy.upstream import AnswerCutError, ReplicaAnswer
 from router.record.records import Outcome, RequestRecord, answer_headers
@@ -56,7 +57,7 @@ async def relay(
     Raises ConnectionResetError when the client has left.
     """
     response = web.StreamResponse(status=answer.status, headers=answer.headers)
-    response.headers.update(answer_headers(record))
+    response.headers.update(answer_headers(record, is_tenant=request.get(IS_TENANT, False)))
     await response.prepare(request)
     record.status = answer.status
     last = b""
