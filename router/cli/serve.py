@@ -30,6 +30,7 @@ from warmroute_common.admin_token import (
 from warmroute_common.command_line import counted
 from warmroute_common.config_reader import describe
 from warmroute_common.http_server import LEAVING, Site
+from warmroute_common.log_format import LogFormatter
 
 log = logging.getLogger("warmroute")
 
@@ -54,11 +55,9 @@ def run(config: RouterConfig, *, file: ConfigFile | None = None, picks: bool = F
     ``file`` is read again whenever it changes, and on SIGHUP. ``picks``: run as the endpoint picker
     of a gateway.
     """
-    logging.basicConfig(
-        level=config.log_level.upper(),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)-7s %(name)s %(message)s",
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LogFormatter("%(asctime)s %(levelname)-7s %(name)s %(message)s"))
+    logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
     _check_ports(config, picks=picks)
     _raise_file_limit()
     uvloop.run(_serve(config, file, picks=picks))

@@ -215,3 +215,27 @@ def test_the_garbage_collector_looks_at_no_module() -> None:
         process.send_signal(signal.SIGTERM)
         collected, kept = map(int, process.stderr.read().splitlines()[-1].split())
     assert collected < kept / 10, "a full collection halts all requests"
+
+
+def test_a_client_writes_no_lines_into_the_log() -> None:
+    forged = "x\n2026-01-01 00:00:00,000 ERROR   warmroute fake\x1b[2J\x9b\u2028"
+    body = json.dumps({"model": forged, "messages": [{"role": "user", "content": "x"}]}).encode()
+    with serving("--port", "0") as (process, url):
+        for path, headers in (
+            # As UTF-8: a terminal takes U+009B for the beginning of a command.
+            ("/v1/chat/completions", {"X-Request-Id": "a\xc2\x9b2J\xe2\x80\xa8b"}),
+            ("/v1/rerank", {"traceparent": "\x9b"}),
+            ("/replicas/%0a2026%1b/drain", {}),
+            ("/v1/%0a2026%1b%c2%9b", {}),
+            ("/nothing%0d%0a2026", {"Authorization": "Bearer \x9b"}),
+        ):
+            request = urllib.request.Request(url + path, data=body, headers=headers)
+            with pytest.raises(urllib.error.HTTPError):
+                urllib.request.urlopen(request)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        lines = process.stderr.read().removesuffix("\n").split("\n")
+    assert any("/v1/chat/completions" in each for each in lines)
+    for each in lines:
+        assert each.isprintable() and re.match(r"\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ +warmroute", each)
+        assert not each.startswith("2026-01-01 00:00:00,000")
