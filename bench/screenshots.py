@@ -28,6 +28,7 @@ from rich.terminal_theme import MONOKAI
 
 from router.cli.router_client import RouterClient
 from router.cli.top_frame import frame
+from warmroute_common.admin_token import admin_token_headers
 
 _OPTIONS: Final = (
     "--headless",
@@ -232,6 +233,7 @@ async def _pictures(traffic: Traffic, directory: Path) -> None:
             page = await browser.new_page(
                 viewport={"width": width, "height": 900}, color_scheme=scheme
             )
+            await page.set_extra_http_headers(admin_token_headers(traffic.url))
             await page.goto(f"{traffic.url}/ui")
             await page.wait_for_selector("#requests tr")
             await page.wait_for_timeout(_FADED_MS)
@@ -249,6 +251,7 @@ async def _pictures(traffic: Traffic, directory: Path) -> None:
 
 async def _picture_explained(page: Page, traffic: Traffic, path: Path) -> None:
     await page.set_viewport_size({"width": 1280, "height": 900})
+    await page.set_extra_http_headers(admin_token_headers(traffic.url))
     await page.goto(f"{traffic.url}/ui")
     await page.fill("#explain-prompt", json.dumps(traffic.last))
     await page.click("#explain button")

@@ -297,14 +297,16 @@ def create_app(
     *,
     reader: RecordReader | None = None,
     file: ConfigFile | None = None,
+    admin_token: str | None = None,
 ) -> web.Application:
     """Make the router; run it with ``handler_cancellation=True``.
 
     The replicas are asked for the first time when the application starts.
     ``reader`` gets each request's record, besides the metrics and the log. The configuration is
-    read again whenever ``file`` changes. Raises what loading the configured tokenizer raises.
+    read again whenever ``file`` changes. ``admin_token`` counts as an admin key.
+    Raises what loading the configured tokenizer raises.
     """
-    access = Access(config.access, open_paths=FILES.keys())
+    access = Access(config.access, open_paths=FILES.keys(), admin_token=admin_token)
     middlewares = [errors_answered, access.guard]
     app = web.Application(middlewares=middlewares, client_max_size=config.max_body_bytes)
     app[BODIES] = Bodies(within_s=config.timeouts.body_s, limit_bytes=config.max_bodies_bytes)

@@ -63,15 +63,15 @@ _SESSION_FIELDS: Final = ("prompt_cache_key", "session_id", "user")
 _LONGEST_SESSION: Final = 128
 
 _JSON_OBJECT: Final = re.compile(rb"\s*\{")
-_BOUNDARY: Final = re.compile(r'multipart/form-data\s*;.*?boundary="?([^";]+)', re.IGNORECASE)
-# Bounds keep the search for the field linear, whatever the body.
-_MOST_PARTS: Final = 256
-_MODEL_PART: Final = re.compile(
-    rb"\r\n(?:[^\r\n]{1,1024}\r\n){0,8}?"
-    rb'content-disposition:[^\r\n]{0,64};\s?name=(?:"model"|model)\s?(?:;[^\r\n]{0,64})?\r\n'
-    rb"(?:[^\r\n]{1,1024}\r\n){0,8}?\r\n([^\r\n]{1,1024})\r\n--",
-    re.IGNORECASE,
-)
+_URLENCODED: Final = "application/x-www-form-urlencoded"
+_PARAMETERS: Final = r"(?:\s*;\s*[\w*-]+=(?:\"[^\"\\]*\"|[^\s\";,\\]+))*"
+_PARAMETER: Final = re.compile(r';\s*([\w*-]+)=(?:"([^"]*)"|([^\s";]+))')
+_FORM_TYPE: Final = re.compile(rf"multipart/form-data({_PARAMETERS})\s*;?\s*", re.IGNORECASE)
+_DISPOSITION: Final = re.compile(rf"\s*form-data({_PARAMETERS})\s*", re.IGNORECASE)
+_TOKEN: Final = re.compile(r"[\w-]+", re.ASCII)
+_MOST_PARTS: Final = 1000
+_MOST_HEADER_BYTES: Final = 4096
+_LONGEST_MODEL: Final = 1024
 
 
 class Plane(Enum):
@@ -96,6 +96,8 @@ class ParsedRequest:
     max_wait_s: float = inf
     """How long the router may hold the request, as the client asked."""
     has_prompt: bool = True
+    is_form: bool = False
+    """Whether the body is a form, which mostly holds audio or an image."""
     """Whether there is a prompt to match."""
     ids: tuple[str, ...] = ()
     """Ids of stored responses, files and such in the request. Only the replica that stores one of
@@ -194,6 +196,7 @@ class Policy:
             model=model,
             session=_session(fields, session),
             has_prompt=False,
+            is_form=_is_multipart(content_type),
             ids=(*path.split("/")[3:], *_named_ids(fields)),
             repeatable=is_repeatable(method, path),
             seeks=not body,
@@ -324,15 +327,26 @@ def _model_of(
     content_type: str, body: bytes, aliases: Mapping[str, str]
 ) -> tuple[dict[str, Any], str | None, bytes]:
     """Return a body's JSON fields, its model, and the body with an alias replaced."""
-    if boundary := _BOUNDARY.match(content_type):
-        model, body = _form_model(body, boundary[1].encode(errors="surrogateescape"), aliases)
+    if _is_multipart(content_type):
+        model, body = _form_model(content_type, body, aliases)
         return {}, model, body
+    if _kind(content_type) == _URLENCODED:
+        # It may be JSON as well, and name another model to a reader of forms.
+        return {}, None, body
     fields = _json_fields(body)
     named = fields.get("model")
     model = named if isinstance(named, str) else None
     if model is not None and model in aliases:
         body = _renamed(fields, model := aliases[model])
     return fields, model, body
+
+
+def _kind(content_type: str) -> str:
+    return content_type.partition(";")[0].strip().lower()
+
+
+def _is_multipart(content_type: str) -> bool:
+    return _kind(content_type).startswith("multipart/")
 
 
 def _renamed(fields: dict[str, Any], model: str) -> bytes:
@@ -364,21 +378,91 @@ def _named_ids(fields: Mapping[str, Any]) -> list[str]:
 
 
 def _form_model(
-    body: bytes, boundary: bytes, aliases: Mapping[str, str]
+    content_type: str, body: bytes, aliases: Mapping[str, str]
 ) -> tuple[str | None, bytes]:
-    """Return the form's field ``model``, and the form with its alias replaced."""
-    delimiter, at = b"--" + boundary, 0
-    for _ in range(_MOST_PARTS):
-        at = body.find(delimiter, at)
-        if at < 0:
-            break
+    """Return the form's field ``model``, and the form with its alias replaced.
+
+    No model is found in a form that the replica might read in another way. Raises
+    `BadRequestError` for several fields ``model``: parsers differ in which of them counts.
+    """
+    spans = []
+    for start, end in _form_parts(content_type, body):
+        head = body.find(b"\r\n\r\n", start, min(end, start + _MOST_HEADER_BYTES))
+        name = None if head < 0 else _field_name(body[start:head])
+        if name is None:
+            return None, body
+        if name == "model":
+            spans.append((head + 4, end))
+    if len(spans) > 1:
+        raise BadRequestError("the form has several parts 'model'; send one", param="model")
+    if not spans:
+        return None, body
+    start, end = spans[0]
+    try:
+        model = body[start:end].decode()
+    except UnicodeDecodeError:
+        return None, body
+    if not model or end - start > _LONGEST_MODEL:
+        return None, body
+    if (real := aliases.get(model)) is not None:
+        body = body[:start] + real.encode() + body[end:]
+    return real or model, body
+
+
+def _form_parts(content_type: str, body: bytes) -> list[tuple[int, int]]:
+    """Return where each part of a form begins and ends; none if anything about it is unusual."""
+    known = _FORM_TYPE.fullmatch(content_type)
+    parameters = None if known is None else _parameters(known[1])
+    if parameters is None or parameters.get("charset", "utf-8").lower() != "utf-8":
+        return []
+    boundary = parameters.get("boundary", "")
+    if not boundary.isascii() or not boundary or len(parameters) > 1 + ("charset" in parameters):
+        return []
+    delimiter = b"--" + boundary.encode()
+    parts: list[tuple[int, int]] = []
+    at = 0
+    while body.startswith(delimiter, at) and len(parts) <= _MOST_PARTS:
         at += len(delimiter)
-        if found := _MODEL_PART.match(body, at):
-            model = found[1].decode(errors="replace")
-            if (real := aliases.get(model)) is not None:
-                body = body[: found.start(1)] + real.encode() + body[found.end(1) :]
-            return real or model, body
-    return None, body
+        if body.startswith(b"--", at):
+            return parts if body[at + 2 : at + 5] in (b"", b"\r\n") else []
+        found = body.find(delimiter, at)
+        if not body.startswith(b"\r\n", at) or body[found - 2 : found] != b"\r\n":
+            return []
+        parts.append((at + 2, found - 2))
+        at = found
+    return []
+
+
+def _field_name(head: bytes) -> str | None:
+    """Return the field's name in a part's headers; None if it could be read in two ways.
+
+    A field ``model`` that is a file, or encoded, has no name either.
+    """
+    name: str | None = None
+    is_encoded = False
+    for line in head.decode("latin-1").split("\r\n"):
+        header, colon, value = line.partition(":")
+        if not colon or not _TOKEN.fullmatch(header) or "\n" in value or "\r" in value:
+            return None
+        is_encoded |= header.lower() == "content-transfer-encoding"
+        if header.lower() != "content-disposition":
+            continue
+        known = _DISPOSITION.fullmatch(value)
+        parameters = None if known is None else _parameters(known[1])
+        if name is not None or not parameters or "name" not in parameters:
+            return None
+        if parameters.keys() - {"name", "filename", "filename*"}:
+            return None
+        name = parameters["name"]
+        is_encoded |= len(parameters) > 1
+    return None if name == "model" and is_encoded else name
+
+
+def _parameters(text: str) -> dict[str, str] | None:
+    """Return a header's parameters by their names in lower case; None if one stands twice."""
+    found = _PARAMETER.findall(text)
+    named = {name.lower(): quoted or plain for name, quoted, plain in found}
+    return named if len(named) == len(found) else None
 
 
 def _max_wait_s(header: str | None) -> float:

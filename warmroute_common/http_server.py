@@ -95,8 +95,11 @@ class ErrorAnswers:
 
         The log gets the stack trace without the exception's text, which may quote a prompt.
         """
-        trace = "".join(traceback.format_tb(error.__traceback__))
-        self.log.error("%s failed: %s\n%s", what, type(error).__name__, trace)
+        frames = traceback.extract_tb(error.__traceback__)
+        trace = "; ".join(
+            f"{each.name} ({each.filename}:{each.lineno}: {each.line})" for each in frames
+        )
+        self.log.error("%s failed: %s in %s", what, type(error).__name__, trace)
         return ApiError(f"the {self.server} failed; see its log")
 
 

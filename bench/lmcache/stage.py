@@ -149,7 +149,7 @@ class Stage:
         log = self._directory / f"{name}.log"
         self._group.start(name, local.router_command(config), None, log)
         # Without a replica that is up /health is 503.
-        url = f"http://127.0.0.1:{settings['port']}/metrics"
+        url = f"http://127.0.0.1:{settings['port']}/ui"
         self._group.wait_ready(name, url, local.ROUTER_READY_TIMEOUT_S)
 
     def _start_relay(self) -> None:

@@ -24,10 +24,13 @@ from bench.overhead.fake_replicas import HELD_TOKENS
 from bench.replica.local import router_command
 from bench.ttft import BenchError
 from cacheengine.launch.vllm_launch import free_ports
+from router.api.access import sha256_of
 from router.config.loading import load_router_config
 from router.config.settings import PickerConfig, ReplicaConfig, RouterConfig
 from router.gateway.envoy_config import envoy_configuration, envoy_program
 from router.launch.processes import ChildFailedError, ProcessGroup, tail
+from warmroute_common.admin_token import HEADER as ADMIN_HEADER
+from warmroute_common.admin_token import admin_token_headers
 from warmroute_common.config_reader import ConfigLocation
 
 DIRECT: Final = "direct"
@@ -180,7 +183,8 @@ def _is_ready(launch: Launch) -> bool:
 def fetch(url: str, body: object | None = None) -> Any:
     """Return a URL's JSON (None where it has none); raises OSError, also for an error status."""
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json", **admin_token_headers(url)}
+    request = urllib.request.Request(url, data, headers)
     # Never through a proxy from the environment: these are our own children.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(request, timeout=5.0) as answer:
@@ -250,7 +254,8 @@ def _wait_until_in_flight(url: str, requests: int) -> None:
 def metric(url: str, name: str) -> float:
     """Return one of a router's metrics, summed over its labels."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(f"{url}/metrics", timeout=5.0) as answer:
+    request = urllib.request.Request(f"{url}/metrics", headers=admin_token_headers(url))
+    with opener.open(request, timeout=5.0) as answer:
         lines = answer.read().decode().splitlines()
     given = re.compile(rf"warmroute_{name}(?:{{.*}})? (\S+)")
     return sum(float(found[1]) for each in lines if (found := given.fullmatch(each)))
@@ -327,6 +332,9 @@ def _rust_router(command: Sequence[str], replicas: Sequence[str]) -> Launch:
     )
 
 
+_ADMIN_KEY: Final = "of-this-benchmark"
+
+
 def _picker(replicas: Sequence[str], directory: Path, *, knows_tokens: bool) -> Launch:
     """Start Envoy and the picker that it asks, as `warmroute up --gateway envoy` does."""
     port, picker_port, http_port = free_ports(3)
@@ -336,6 +344,7 @@ def _picker(replicas: Sequence[str], directory: Path, *, knows_tokens: bool) -> 
         "log_level": "warning",
         "replicas": [{"url": each} for each in replicas],
         "picker": {"port": picker_port, "http_port": http_port},
+        "access": {"admin_sha256": [sha256_of(_ADMIN_KEY)]},
     }
     path.write_text(json.dumps(config), encoding="utf-8")
     settings = envoy_configuration(load_router_config(path), _HERE)
@@ -352,8 +361,7 @@ def _picker(replicas: Sequence[str], directory: Path, *, knows_tokens: bool) -> 
         {
             "match": {"path": "/explain"},
             "route": {"cluster": "own"},
-            # The picker explains to callers on its own machine, and takes others' word for theirs.
-            "request_headers_to_remove": ["x-forwarded-for"],
+            "request_headers_to_add": [{"header": {"key": ADMIN_HEADER, "value": _ADMIN_KEY}}],
             "typed_per_filter_config": {"picker": off, "answers": off},
         },
     )

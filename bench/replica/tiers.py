@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from warmroute_common.admin_token import admin_token_headers
+
 _POLL_S: Final = 0.05
 
 
@@ -33,7 +35,7 @@ def call(
     Raises OSError (urllib's own) when there is none.
     """
     data = None if body is None else json.dumps(body).encode()
-    told = {"content-type": "application/json", **(headers or {})}
+    told = {"content-type": "application/json", **admin_token_headers(url), **(headers or {})}
     request = urllib.request.Request(url, data=data, method=method, headers=told)
     try:
         with _opener().open(request, timeout=timeout_s) as response:
@@ -44,7 +46,8 @@ def call(
 
 
 def _get_text(url: str) -> str:
-    with _opener().open(url, timeout=60) as response:
+    request = urllib.request.Request(url, headers=admin_token_headers(url))
+    with _opener().open(request, timeout=60) as response:
         text: str = response.read().decode()
     return text
 

@@ -26,6 +26,7 @@ from router.config.loading import load_router_config
 from router.gateway.envoy_config import envoy_configuration, envoy_program
 from router.launch.fleet_file import WARMROUTE
 from router.launch.processes import ProcessGroup, tail
+from warmroute_common.admin_token import admin_token_headers
 from warmroute_common.config_reader import ConfigLocation
 
 FIRST_BYTE_S: Final = 8.0
@@ -230,7 +231,9 @@ class Front:
         """Return a metric's values by their first label's value."""
         async with (
             aiohttp.ClientSession() as session,
-            session.get(f"{self._own_url}/metrics") as response,
+            session.get(
+                f"{self._own_url}/metrics", headers=admin_token_headers(self._own_url)
+            ) as response,
         ):
             text = await response.text()
         return {

@@ -12,26 +12,24 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from math import ceil
 from typing import Final
+from urllib.parse import quote
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from router.config.settings import AccessConfig, KeyConfig
-from warmroute_common.addresses import is_loopback
+from warmroute_common.admin_token import HEADER as ADMIN_HEADER
 from warmroute_common.api_errors import (
     ApiError,
     ForbiddenError,
     RateLimitedError,
     UnauthorizedError,
 )
-from warmroute_common.fleet_secret import may_be_of_a_page
 from warmroute_common.http_server import is_anthropic
 
 log = logging.getLogger("warmroute.access")
 
 _MINUTE_S: Final = 60.0
-_STREAMED_BYTES_PER_TOKEN: Final = 256
-"""Rough size of a token's event, for streams without ``usage``."""
 
 _KEY_PREFIX: Final = "wr-"
 """Lets secret scanners find keys that were committed by mistake."""
@@ -43,7 +41,6 @@ _HEALTH: Final = "/health"
 _ADMIN: Final = frozenset({"/explain", "/ui/state", _METRICS, _REPLICAS})
 _BELOW_ADMIN: Final = (f"{_REPLICAS}/",)
 """Prefixes of paths that need an admin key too."""
-_PROXIED: Final = ("Forwarded", "X-Forwarded-For")
 
 
 # --- keys
@@ -96,9 +93,9 @@ class TokenBucket:
         return max(0.0, (1.0 - self._left) / self._per_s)
 
     def take(self, count: int, now_s: float) -> None:
-        """Take tokens out, also more than there are."""
+        """Take tokens out, also more than there are; a count below 0 puts some back."""
         self._fill(now_s)
-        self._left -= count
+        self._left = min(self._capacity, self._left - count)
 
     def _fill(self, now_s: float) -> None:
         self._left = min(self._capacity, self._left + (now_s - self._filled_s) * self._per_s)
@@ -116,6 +113,7 @@ class Grant:
     def change(self, key: KeyConfig) -> None:
         """Apply a key's new settings; the bucket of an unchanged rate keeps its level."""
         self.name = key.name
+        self._scope = quote(key.name, safe="")
         self._models = None if key.models is None else frozenset(key.models)
         before = self._buckets
         self._buckets = {}
@@ -127,6 +125,10 @@ class Grant:
                 bucket = before.get(unit)
                 same = bucket is not None and bucket.per_minute == per_minute
                 self._buckets[unit] = bucket if bucket and same else TokenBucket(per_minute)
+
+    def own_session(self, session: str | None) -> str | None:
+        """Return a session's name among those of all keys: ``KEY/SESSION``."""
+        return None if session is None else f"{self._scope}/{session}"
 
     def allows(self, model: str | None) -> bool:
         """Whether the key may use a model; None leaves the choice to the replica."""
@@ -161,10 +163,14 @@ class Grant:
         self._check("tokens", now_s)
         self._take("tokens", tokens, now_s)
 
-    def take_answer(self, tokens: int | None, streamed_bytes: int, now_s: float) -> None:
-        """Count an answer's tokens; without ``usage`` they are estimated from its stream."""
-        estimate = streamed_bytes // _STREAMED_BYTES_PER_TOKEN
-        self._take("tokens", estimate if tokens is None else tokens, now_s)
+    def take_answer(self, tokens: int, now_s: float) -> None:
+        """Count an answer's tokens; below 0 where the prompt had fewer than were counted."""
+        self._take("tokens", tokens, now_s)
+
+    @property
+    def limits_tokens(self) -> bool:
+        """Whether the key has a limit of tokens."""
+        return "tokens" in self._buckets
 
     def _take(self, unit: str, count: int, now_s: float) -> None:
         if unit in self._buckets:
@@ -186,6 +192,8 @@ class Grant:
 
 GRANT: Final = web.RequestKey("grant", Grant)
 """The grant of a request's key; missing where no keys are configured."""
+IS_TENANT: Final = web.RequestKey("is_tenant", bool)
+"""Whether a client may not see where its request went, and what is held there."""
 
 
 class Access:
@@ -200,12 +208,14 @@ class Access:
         config: AccessConfig,
         *,
         open_paths: Collection[str] = (),
+        admin_token: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``open_paths`` need no key, like health."""
+        """``open_paths`` need no key, like health. ``admin_token`` counts as an admin key."""
         self.refused: Counter[tuple[str, str]] = Counter()
         """Refused requests by key name ("none" for an unknown one) and cause."""
         self._open = frozenset({_HEALTH, *open_paths})
+        self._local = frozenset() if admin_token is None else frozenset({sha256_of(admin_token)})
         self._clock = clock
         self._grants: dict[str, Grant] = {}
         self.change(config)
@@ -221,22 +231,22 @@ class Access:
                 grant.change(each)
             self._grants[each.sha256] = grant
         self._admins = frozenset(config.admin_sha256)
+        self._are_admins = self._admins | self._local
         self._metrics_are_open = config.metrics == "open"
 
     @property
     def has_admin_keys(self) -> bool:
-        """Whether administration needs a key."""
+        """Whether admin keys are configured."""
         return bool(self._admins)
 
     def is_admin_key(self, key: str) -> bool:
-        """Whether a key is an admin key."""
-        return sha256_of(key) in self._admins
+        """Whether a key is an admin key, or the token of this machine's commands."""
+        return sha256_of(key) in self._are_admins
 
     def may_administer(self, request: web.Request) -> bool:
-        """Whether a request has an admin key or, if none is configured, comes from this machine."""
-        if self._admins:
-            return any(map(self.is_admin_key, shown_keys(request)))
-        return _is_from_here(request)
+        """Whether a request has an admin key. Where it comes from never counts."""
+        shown = (*shown_keys(request), *request.headers.getall(ADMIN_HEADER, ()))
+        return any(map(self.is_admin_key, shown))
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -258,6 +268,7 @@ class Access:
             self._check_admin(request)
         elif self._grants and path not in self._open:
             request[GRANT] = grant = self._grant_of(request)
+            request[IS_TENANT] = not self.may_administer(request)
             grant.take_request(self._clock())
 
     def _check_admin(self, request: web.Request) -> None:
@@ -267,15 +278,17 @@ class Access:
             return
         self.refused["none", "admin"] += 1
         path = request.rel_url.raw_path
-        if self._admins:
-            raise UnauthorizedError(
-                f"{path} asks for an admin key: 'Authorization: Bearer KEY'",
-                code="invalid_api_key",
+        fix = ""
+        if not self._admins:
+            fix = (
+                "; none is configured: 'warmroute key --admin' makes one, and the user who runs "
+                "the router may send the token in the file that its log names"
             )
-        fix = ", or 'access: {metrics: open}'" if request.path == _METRICS else ""
-        raise ForbiddenError(
-            f"{path} answers callers on the router's own machine only, because no admin key is "
-            f"configured; set access.admin_sha256 ('warmroute key --admin' makes it){fix}"
+        if request.path == _METRICS:
+            fix += "; or set 'access: {metrics: open}'"
+        raise UnauthorizedError(
+            f"{path} asks for an admin key: 'Authorization: Bearer KEY'{fix}",
+            code="invalid_api_key",
         )
 
     def _grant_of(self, request: web.Request) -> Grant:
@@ -288,11 +301,3 @@ class Access:
         if any(map(self.is_admin_key, keys)):
             found = "an admin key was sent, and this path needs a client key (access.keys)"
         raise UnauthorizedError(found, code="invalid_api_key")
-
-
-def _is_from_here(request: web.Request) -> bool:
-    """Whether a program on this machine asks for itself: no proxy, and no page in a browser."""
-    if not request.remote or any(name in request.headers for name in _PROXIED):
-        return False
-    host, origin = request.headers.get("Host"), request.headers.get("Origin")
-    return is_loopback(request.remote) and not may_be_of_a_page(host, origin)

@@ -1,6 +1,7 @@
 """The ``warmroute`` command and its subcommands. Slow imports wait until a command needs them."""
 
 import json
+import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass, replace
 from importlib.metadata import EntryPoint, entry_points
@@ -232,20 +233,21 @@ def up(config_path: Path | None, gateway: str | None, print_commands: bool) -> N
 def key(name: str | None, admin: bool) -> None:
     """Make a key for the client NAME, and its entry for router.yaml.
 
-    The key is printed once, on standard error, and stored nowhere. The entry
-    for the file, on standard output, has its SHA-256.
+    The key is printed once, on standard error, and stored nowhere. Standard
+    output has the list item with its SHA-256. Paste it into the list
+    access.keys (with --admin: access.admin_sha256) of router.yaml.
     """
     if admin == (name is not None):
         raise click.UsageError("give the client's NAME, or --admin")
     from router.api.access import new_key, sha256_of  # noqa: PLC0415
 
     made = new_key()
+    section = "admin_sha256" if admin else "keys"
+    item = sha256_of(made) if admin else {"name": name, "sha256": sha256_of(made)}
     click.echo(f"key: {made}", err=True)
-    entry = {"name": name, "sha256": sha256_of(made)}
-    access = {"admin_sha256": [entry["sha256"]]} if admin else {"keys": [entry]}
-    (section,) = access
-    click.echo(f"# If router.yaml has 'access: {section}:' already, add only the entry to it.")
-    click.echo(yaml.safe_dump({"access": access}, sort_keys=False), nl=False)
+    click.echo(f"Paste this item below 'access:', '{section}:' (access.{section}):", err=True)
+    # As deep as in a file with both lines above it.
+    click.echo(textwrap.indent(yaml.safe_dump([item], sort_keys=False), "    "), nl=False)
 
 
 for each in (doctor, drain, explain, resume, top):

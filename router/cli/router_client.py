@@ -12,6 +12,7 @@ from urllib.parse import quote, urlsplit
 
 import click
 
+from warmroute_common.admin_token import admin_token_headers
 from warmroute_common.command_line import ADMIN_KEY, NumberRange, counted
 
 _WITHIN_S: Final = 30.0
@@ -29,8 +30,9 @@ class RouterClient:
     """Calls a running router's endpoints; failures say what to do."""
 
     def __init__(self, url: str, *, admin_key: str | None = None, ca_file: Path | None = None):
-        """``url`` may end in ``/v1``. Raises click's errors for a URL or file that cannot be
-        used.
+        """``url`` may end in ``/v1``. Raises click's errors for a URL or file that cannot be used.
+
+        Without a key, the token of a router that this user runs on this machine is sent.
         """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
@@ -59,6 +61,8 @@ class RouterClient:
         headers = {"Content-Type": "application/json"}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
+        else:  # read for each call: a router that was restarted has a new one
+            headers |= admin_token_headers(self.url)
         request = urllib.request.Request(self.url + path, data=body, headers=headers)
         try:
             with self._opener.open(request, timeout=timeout_s) as response:

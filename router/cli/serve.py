@@ -11,6 +11,7 @@ import ssl
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from typing import Final
 
 import uvloop
@@ -21,9 +22,15 @@ from router.config.settings import PickerConfig, RouterConfig, TimeoutsConfig
 from router.lmcache.controller import Controller
 from router.membership.reload import ConfigFile, Reload
 from warmroute_common.addresses import is_loopback, join_host_port, listening_family
+from warmroute_common.admin_token import (
+    new_admin_token,
+    remove_admin_token,
+    write_admin_token,
+)
 from warmroute_common.command_line import counted
 from warmroute_common.config_reader import describe
 from warmroute_common.http_server import LEAVING, Site
+from warmroute_common.log_format import LogFormatter
 
 log = logging.getLogger("warmroute")
 
@@ -48,11 +55,9 @@ def run(config: RouterConfig, *, file: ConfigFile | None = None, picks: bool = F
     ``file`` is read again whenever it changes, and on SIGHUP. ``picks``: run as the endpoint picker
     of a gateway.
     """
-    logging.basicConfig(
-        level=config.log_level.upper(),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)-7s %(name)s %(message)s",
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LogFormatter("%(asctime)s %(levelname)-7s %(name)s %(message)s"))
+    logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
     _check_ports(config, picks=picks)
     _raise_file_limit()
     uvloop.run(_serve(config, file, picks=picks))
@@ -104,7 +109,8 @@ def _port_taken(error: OSError, host: str, port: int, key: str) -> PortTakenErro
 
 
 async def _serve(config: RouterConfig, file: ConfigFile | None, *, picks: bool) -> None:
-    app = create_app(config, file=file)
+    token = new_admin_token()
+    app = create_app(config, file=file, admin_token=token)
     stop = _stop_signal()
     async with AsyncExitStack() as stack:
         runner = await _setup(app, config.timeouts.drain_s, stack)
@@ -113,12 +119,13 @@ async def _serve(config: RouterConfig, file: ConfigFile | None, *, picks: bool) 
         # First: who waits for the router's log line finds the controller running too.
         if controller is not None:
             await _serve_controller(controller, config, stack)
+        publish = partial(_publish, token, stack)
         if picks:
-            leave = await _serve_picker(app[PARTS], runner, stack)
+            leave = await _serve_picker(app[PARTS], runner, publish, stack)
             host = (config.picker or PickerConfig()).host
         else:
             leave, host = None, config.host
-            await _serve_clients(runner, config, app[PARTS].tls)
+            await _serve_clients(runner, config, app[PARTS].tls, publish)
         if file is not None:
             _read_again_on_hangup(app[PARTS].reload)
         number = await stop
@@ -127,6 +134,21 @@ async def _serve(config: RouterConfig, file: ConfigFile | None, *, picks: bool) 
             await leave()
         await _leave(0.0 if number is signal.SIGINT else leave_s(config.timeouts, host))
         log.info("stopping: running requests have %g s to finish", config.timeouts.drain_s)
+
+
+def _publish(token: str, stack: AsyncExitStack, port: int) -> None:
+    """Write the admin token for this user's commands; ``stack`` removes the file at the end."""
+    try:
+        path = write_admin_token(token, port)
+    except OSError as error:
+        log.warning(
+            "the admin token cannot be written (%s): commands such as 'warmroute top' need "
+            "--admin-key",
+            describe(error),
+        )
+        return
+    stack.callback(remove_admin_token, path, token)
+    log.info("this user's commands, and /ui, are admitted by the admin token in %s", path)
 
 
 def _exempt_from_collection() -> None:
@@ -153,7 +175,7 @@ def leave_s(timeouts: TimeoutsConfig, host: str) -> float:
 
 
 async def _serve_picker(
-    parts: Parts, runner: web.AppRunner, stack: AsyncExitStack
+    parts: Parts, runner: web.AppRunner, publish: Callable[[int], None], stack: AsyncExitStack
 ) -> Callable[[], Awaitable[None]]:
     """Listen; return the function that declares the picker not ready."""
     # Its packages are an extra that only gateways need.
@@ -163,6 +185,7 @@ async def _serve_picker(
     settings = config.picker or PickerConfig()
     # Clients' TLS ends at the gateway.
     url = await _listen(runner, config, settings.host, settings.http_port, "picker.http_port")
+    publish(runner.addresses[0][1])
     picker = PickerServer(parts.lifecycle, settings)
     parts.members.listeners.append(picker.fleet_changed)
     try:
@@ -181,9 +204,13 @@ async def _serve_picker(
 
 
 async def _serve_clients(
-    runner: web.AppRunner, config: RouterConfig, tls: ssl.SSLContext | None
+    runner: web.AppRunner,
+    config: RouterConfig,
+    tls: ssl.SSLContext | None,
+    publish: Callable[[int], None],
 ) -> None:
     url = await _listen(runner, config, config.host, config.port, "port", tls=tls)
+    publish(runner.addresses[0][1])
     log.info(
         "serving %s at %s (policy %s); clients use OPENAI_BASE_URL=%s/v1",
         counted(len(config.replicas), "replica"),

@@ -28,6 +28,7 @@ from router.feeds.feeds import KvFeed
 from router.fleet.fleet import Fleet
 from router.prompt.prompt_reader import PromptSource
 from warmroute_common.addresses import is_loopback, join_host_port, reachable
+from warmroute_common.admin_token import admin_token_headers
 from warmroute_common.agent_protocol import InstanceInfo
 from warmroute_common.command_line import counted
 from warmroute_common.config_reader import ConfigError
@@ -44,13 +45,14 @@ async def running_router(
 ) -> dict[str, Any] | None:
     """Return the ``/health`` of the router that runs at the configured port, or None.
 
-    With its admin key (or on its machine, if it has none) the answer names each replica.
+    With an admin key, or with the token of a router of this user, the answer names each replica.
     """
     scheme, host, port = "http" if config.tls is None else "https", config.host, config.port
     if config.picker is not None:
         scheme, host, port = "http", config.picker.host, config.picker.http_port
-    headers = None if admin_key is None else {"Authorization": f"Bearer {admin_key}"}
     url = f"{scheme}://{join_host_port(reachable(host), port)}/health"
+    bearer = None if admin_key is None else {"Authorization": f"Bearer {admin_key}"}
+    headers = bearer or await asyncio.to_thread(admin_token_headers, url)
     try:
         answer = await get(session, url, headers=headers, timeout_s=_ANSWER_S, verify=False)
     except ProbeError:
@@ -120,8 +122,8 @@ def check_access(config: RouterConfig, section: Section) -> None:
         section.note("keys", found, "give clients keys: 'warmroute key NAME' makes one")
     if not access.admin_sha256:
         found = (
-            f"listens on {config.host} without an admin key: /explain and /metrics answer this "
-            "machine only"
+            f"listens on {config.host} without an admin key: /explain and /metrics answer only "
+            "the user who runs the router"
         )
         section.note("admin-key", found, "'warmroute key --admin' makes one")
     if access.keys and config.tls is None:

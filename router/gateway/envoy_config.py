@@ -25,6 +25,7 @@ from router.policy import (
     not_forwarded,
 )
 from warmroute_common.addresses import reachable
+from warmroute_common.admin_token import HEADER as ADMIN_HEADER
 from warmroute_common.config_reader import ConfigLocation
 
 DESTINATION: Final = "x-gateway-destination-endpoint"
@@ -43,6 +44,14 @@ EXCHANGE: Final = "exchange"
 SENDS_ANSWERS: Final = "x-warmroute-sends-answers"
 """gRPC metadata of filter ``picker``: filter ``answers`` will send the answer's first bytes."""
 
+_STEERING: Final = (
+    *(DESTINATION, SUBSET, SERVED, MAX_RETRIES, ADMIN_HEADER.lower()),
+    *("x-envoy-retry-on", "x-envoy-retry-grpc-on", "x-envoy-retriable-status-codes"),
+    *("x-envoy-retriable-header-names", "x-envoy-hedge-on-per-try-timeout"),
+    *("x-envoy-upstream-rq-timeout-ms", "x-envoy-upstream-rq-per-try-timeout-ms"),
+    *("x-envoy-upstream-stream-duration-ms", "x-envoy-upstream-alt-stat-name"),
+)
+"""Request headers that only the picker and Envoy may set."""
 _TYPES: Final = "type.googleapis.com/envoy.extensions."
 _HTTP_FILTERS: Final = f"{_TYPES}filters.http."
 _PICKER: Final = "picker"
@@ -107,6 +116,7 @@ def _listener(config: RouterConfig, policy: Policy) -> dict[str, Any]:
         "stat_prefix": "clients",
         "use_remote_address": True,
         "preserve_external_request_id": True,
+        "early_header_mutation_extensions": [_without_steering()],
         "stream_idle_timeout": f"{_idle_s(limits):g}s",
         # While the picker holds a request Envoy still counts it as coming.
         "request_timeout": f"{limits.body_s + limits.held_s:g}s",
@@ -137,6 +147,17 @@ def _listener(config: RouterConfig, policy: Policy) -> dict[str, Any]:
         "per_connection_buffer_limit_bytes": min(_CONNECTION_BYTES, limits.body_bytes),
         "filter_chains": [chain],
     }
+
+
+def _without_steering() -> dict[str, Any]:
+    """Return what removes a client's headers by which it could choose its replica or retries.
+
+    Envoy follows them where the picker has set none: if it does not run.
+    """
+    mutations = [{"remove": each} for each in _STEERING]
+    kind = "early_header_mutation.header_mutation.v3.HeaderMutation"
+    typed = {"@type": f"{_TYPES}http.{kind}", "mutations": mutations}
+    return {"name": "steering", "typed_config": typed}
 
 
 def _routes(policy: Policy) -> list[dict[str, Any]]:

@@ -150,7 +150,7 @@ class Exchange:
             self._has_headers.set()
         if is_last:
             self.ended()
-        return answer_headers(self.record)
+        return answer_headers(self.record, is_tenant=bool(self._lifecycle.config.access.keys))
 
     def came(self, part: bytes, *, is_last: bool) -> None:
         """Note a part of the answer's body."""

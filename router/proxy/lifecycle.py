@@ -196,7 +196,8 @@ class RequestLifecycle:
         if asked.has_prompt and self.bound_to(asked) is None:
             self._admission.refuse_if_full(record.key)
         began_s = time.monotonic()
-        prompt_keys = PromptKeyCache(await self._prompt(asked))
+        prompt = await self._prompt(asked)
+        prompt_keys, record.is_exact = PromptKeyCache(prompt), prompt is not None and prompt.exact
         record.read_s = time.monotonic() - began_s
         record.step("read", began_s)
         await self._locator.look_up(prompt_keys)

@@ -11,6 +11,7 @@ import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from dataclasses import replace
 from math import ceil
 from typing import Final, NoReturn
 
@@ -18,6 +19,7 @@ import aiohttp
 from aiohttp import web
 
 from router.api.access import GRANT
+from router.api.charge import Charge
 from router.fleet.in_flight import Ticket
 from router.fleet.replica import Replica
 from router.index.prompt_keys import PromptKeyCache
@@ -188,17 +190,13 @@ class Proxy:
             started_s=time.monotonic(),
         )
         with self._lifecycle.recording(record):
-            try:
-                return await self._answer(request, record)
-            finally:
-                if grant is not None:
-                    streamed_bytes = record.response_bytes if record.streamed else 0
-                    grant.take_answer(record.output_tokens, streamed_bytes, time.monotonic())
+            return await self._answer(request, record)
 
     async def _answer(self, request: web.Request, record: RequestRecord) -> web.StreamResponse:
         client = ClientAnswer(request, record)
+        charge = None if (grant := request.get(GRANT)) is None else Charge(grant)
         try:
-            begun = await self._begin(client)
+            begun = await self._begin(client, charge)
         except ApiError as error:
             if not client.has_begun:
                 raise
@@ -232,9 +230,18 @@ class Proxy:
             answer.close()
             if record.outcome is Outcome.CUT:
                 self._lifecycle.cut(ticket)
-            self._lifecycle.finish(ticket, record, reader.read(), ok=answer.is_ok)
+            usage = reader.read()
+            self._lifecycle.finish(ticket, record, usage, ok=answer.is_ok)
+            if charge is not None:
+                charge.settle(
+                    prompt_tokens=usage.prompt_tokens,
+                    output_tokens=usage.output_tokens,
+                    answer_bytes=record.response_bytes,
+                    is_json="json" in answer.headers.get("Content-Type", ""),
+                    now_s=time.monotonic(),
+                )
 
-    async def _begin(self, client: ClientAnswer) -> _Begun | web.Response:
+    async def _begin(self, client: ClientAnswer, charge: Charge | None) -> _Begun | web.Response:
         """Read a request, and send it until a replica begins to answer.
 
         Returns the last replica's refusal if none does.
@@ -247,9 +254,12 @@ class Proxy:
         )
         if (grant := request.get(GRANT)) is not None:
             grant.check_model(asked.model)
+            asked = replace(asked, session=grant.own_session(asked.session))
         prompt_keys = await self._lifecycle.read(asked, record)
-        if grant is not None and asked.has_prompt:
-            grant.take_prompt(prompt_keys.prompt_tokens, time.monotonic())
+        if charge is not None:
+            charge.take(
+                asked, prompt_keys.prompt_tokens, time.monotonic(), is_exact=record.is_exact
+            )
         with self._retries.counting():
             return await self._send(client, asked, prompt_keys)
 

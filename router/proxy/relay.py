@@ -18,6 +18,7 @@ import orjson
 from aiohttp import web
 from multidict import CIMultiDict
 
+from router.api.access import IS_TENANT
 from router.fleet.replica import Replica
 from router.proxy.sse import WholeEvents, is_final, is_keep_alive
 from router.proxy.upstream import AnswerCutError, ReplicaAnswer
@@ -40,6 +41,9 @@ _CACHED: Final = (
     ("input_tokens_details", "cached_tokens"),
     ("cache_read_input_tokens",),
 )
+_PROMPT: Final = (("prompt_tokens",), ("input_tokens",), ("total_tokens",))
+_OF_PROMPT: Final = ("cache_read_input_tokens", "cache_creation_input_tokens")
+"""Anthropic's ``input_tokens`` are without these."""
 _OUTPUT: Final = (("completion_tokens",), ("output_tokens",))
 _DECODER: Final = json.JSONDecoder()
 
@@ -65,7 +69,8 @@ class ClientAnswer:
         """Send the headers, unless they were sent."""
         if self._response is None:
             self._response = web.StreamResponse(status=status, headers=headers)
-            self._response.headers.update(answer_headers(self.record))
+            is_tenant = self.request.get(IS_TENANT, False)
+            self._response.headers.update(answer_headers(self.record, is_tenant=is_tenant))
             await self._response.prepare(self.request)
             self.record.status = status
         return self._response
@@ -203,6 +208,7 @@ class IdleTimer:
 class Usage:
     """What an answer says about itself; None where it says nothing."""
 
+    prompt_tokens: int | None = None
     cached_tokens: int | None = None
     output_tokens: int | None = None
     stored_id: str | None = None
@@ -254,6 +260,7 @@ class UsageReader:
         usages = [_parsed(each) for each in reversed(found)]
         stored = self._ids.search(self._head)
         return Usage(
+            prompt_tokens=_prompt_count(usages),
             cached_tokens=_first_count(usages, _CACHED),
             output_tokens=_first_count(usages, _OUTPUT),
             stored_id=stored[1].decode() if stored else None,
@@ -282,6 +289,14 @@ def _parsed(text: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _prompt_count(usages: Iterable[dict[str, Any]]) -> int | None:
+    """Return a prompt's tokens; 0 does not count, which beginnings of streams tell."""
+    for usage in usages:
+        if found := _first_count([usage], _PROMPT):
+            return found + sum(_first_count([usage], ((name,),)) or 0 for name in _OF_PROMPT)
+    return None
 
 
 def _first_count(

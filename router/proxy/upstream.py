@@ -36,6 +36,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica, ReplicaState
 from router.proxy.sse import StreamOpening
 from router.record.records import Cause
+from warmroute_common.admin_token import HEADER as ADMIN_HEADER
 from warmroute_common.config_reader import describe
 from warmroute_common.connection_errors import connection_problem
 
@@ -77,7 +78,9 @@ _HOP_BY_HOP: Final = frozenset(
 )
 # The client's Host names the router, and aiohttp has decoded the body (Content-Encoding), so
 # its length has changed.
-_NOT_FORWARDED: Final = _HOP_BY_HOP | {"host", "content-length", "content-encoding", "expect"}
+_NOT_FORWARDED: Final = _HOP_BY_HOP | {
+    *("host", "content-length", "content-encoding", "expect", ADMIN_HEADER.lower())
+}
 
 
 class AttemptFailedError(Exception):

@@ -185,6 +185,8 @@ class RequestRecord:
     home: str | None = None
     """The replica that was the session's home when it was decided."""
     prompt_tokens: int | None = None
+    is_exact: bool = False
+    """Whether `prompt_tokens` are certainly what the replica computes."""
     matched_tokens: Mapping[KvTier, int] = field(default_factory=dict)
     """By tier, as the router believed when it decided."""
     predicted_ttft_s: float | None = None
@@ -248,16 +250,23 @@ class RequestRecord:
         return self.ended_s - self.started_s
 
 
-def answer_headers(record: RequestRecord) -> dict[str, str]:
-    """Return the router's own headers for an answer."""
+def answer_headers(record: RequestRecord, *, is_tenant: bool = False) -> dict[str, str]:
+    """Return the router's own headers for an answer.
+
+    ``is_tenant``: without those that show what replicas hold, which other clients have sent.
+    """
     headers = {
         "x-request-id": record.request_id,
-        "x-warmroute-replica": str(record.replica_id),
-        "x-warmroute-reason": str(record.reason),
         "x-warmroute-prompt-tokens": str(record.prompt_tokens),
-        "x-warmroute-predicted-ttft-ms": f"{(record.predicted_ttft_s or 0.0) * 1000:.1f}",
         "x-warmroute-held-ms": f"{(record.held_s or 0.0) * 1000:.1f}",
         "x-warmroute-retries": str(len(record.failed_tries)),
+    }
+    if is_tenant:
+        return headers
+    headers |= {
+        "x-warmroute-replica": str(record.replica_id),
+        "x-warmroute-reason": str(record.reason),
+        "x-warmroute-predicted-ttft-ms": f"{(record.predicted_ttft_s or 0.0) * 1000:.1f}",
     }
     for tier in KvTier:
         headers[f"x-warmroute-matched-{tier}"] = str(record.matched_tokens.get(tier, 0))

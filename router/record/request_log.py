@@ -22,6 +22,7 @@ from router.index.prompt_keys import KvTier
 from router.record.records import Cause, Outcome, RequestRecord
 from router.staging.stager import StagingResult
 from warmroute_common.config_reader import ConfigError
+from warmroute_common.log_format import LogFormatter
 
 if TYPE_CHECKING:
     from router.record.tracing import Traces
@@ -255,7 +256,7 @@ class RequestLog:
         if path is None and not is_json:
             return _RouterLog()
         handler = _Output(sys.stdout) if path is None or path == "-" else _file(path)
-        handler.setFormatter(logging.Formatter("%(message)s" if is_json else _TEXT_FORMAT))
+        handler.setFormatter(LogFormatter("%(message)s" if is_json else _TEXT_FORMAT))
         return handler
 
     def _run(self) -> None:

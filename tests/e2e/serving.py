@@ -24,6 +24,7 @@ from bench.replica.local import (
 from bench.replica.tiers import ReplicaTiers, call, wait_until
 from cacheengine.launch.vllm_launch import free_ports
 from router.launch.processes import ChildNotReadyError, ProcessGroup
+from warmroute_common.admin_token import admin_token_headers
 from warmroute_common.keys import HashScheme, chunk_keys
 
 MODEL = "m"
@@ -275,7 +276,8 @@ def chunk_hexes(prompt: Sequence[int]) -> list[str]:
 def prometheus(url: str) -> dict[str, float]:
     """Return the samples of a metrics page by name (with labels)."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(url, timeout=30) as response:
+    request = urllib.request.Request(url, headers=admin_token_headers(url))
+    with opener.open(request, timeout=30) as response:
         lines = response.read().decode().splitlines()
     samples: dict[str, float] = {}
     for line in lines:

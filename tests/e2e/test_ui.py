@@ -17,6 +17,7 @@ from playwright.async_api import Locator, async_playwright, expect
 
 from bench.screenshots import launched, program
 from tests.servers import missing
+from warmroute_common.admin_token import admin_token_headers
 
 SIZES = ("--gpu-tokens", "65536", "--cpu-tokens", "8192", "--disk-tokens", "0")
 PATIENT_MS = 60_000
@@ -126,6 +127,7 @@ async def test_a_chat_warms_its_home_and_all_of_it_is_seen(stage: Stage) -> None
         page.on("console", lambda told: errors.extend([told.text] * (told.type == "error")))
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("request", lambda asked: hosts.add("/".join(asked.url.split("/")[:3])))
+        await page.set_extra_http_headers(admin_token_headers(stage.url))
         await page.goto(f"{stage.url}/ui")
         rows = page.locator("#fleet tr")
         await expect(rows.locator(".note")).to_have_text(["KV events, agent"] * 2)

@@ -168,6 +168,7 @@ def fleet(directory: Path, command: str = "serve", **settings: Any) -> Iterator[
             },
             **settings,
         }
+        config.setdefault("access", {})["metrics"] = "open"
         if command == "picker":
             keys = {"port": "picker", "http_port": "own"}
             config["picker"] = {key: numbers[name] for key, name in keys.items()}

@@ -17,7 +17,11 @@ from router.membership.reload import ConfigFile
 from router.record.records import RequestRecord
 from tests.cacheengine.conftest import make_bench  # noqa: F401  (a fixture)
 from tests.router.scripted import Scripted, scripted
+from warmroute_common.admin_token import HEADER as ADMIN_HEADER
+from warmroute_common.admin_token import remove_admin_token, write_admin_token
 from warmroute_common.http_server import Site
+
+ADMIN_TOKEN = "the-token-of-these-tests"
 
 
 @dataclass(kw_only=True)
@@ -83,11 +87,13 @@ async def run_router(
             waking.add(task)
             task.add_done_callback(waking.discard)
 
-    app = create_app(config, reader=Reader(), file=file)
+    app = create_app(config, reader=Reader(), file=file, admin_token=ADMIN_TOKEN)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=config.timeouts.drain_s)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
     await Site(runner, config.host, config.port, idle_s=config.timeouts.idle_s).start()
+    path = await asyncio.to_thread(write_admin_token, ADMIN_TOKEN, runner.addresses[0][1])
+    stack.callback(remove_admin_token, path, ADMIN_TOKEN)
     return Running(
         url=f"http://127.0.0.1:{runner.addresses[0][1]}",
         parts=app[PARTS],
@@ -109,6 +115,14 @@ async def fleet() -> AsyncIterator[Fleet]:
 
 @pytest.fixture
 async def client() -> AsyncIterator[aiohttp.ClientSession]:
+    """A client that may administer each router of `run_router`."""
+    async with aiohttp.ClientSession(headers={ADMIN_HEADER: ADMIN_TOKEN}) as session:
+        yield session
+
+
+@pytest.fixture
+async def stranger() -> AsyncIterator[aiohttp.ClientSession]:
+    """A client on this machine that knows no key."""
     async with aiohttp.ClientSession() as session:
         yield session
 

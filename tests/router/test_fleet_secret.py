@@ -53,26 +53,3 @@ async def test_a_router_follows_agents_by_the_secret(
             else:
                 assert "this agent requires the fleet secret" in told["error"]["message"]
                 assert all(each.incarnation is None for each in parts.fleet.replicas.values())
-
-
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        ({}, 200),
-        ({"Host": "localhost"}, 200),
-        ({"Host": "evil.example"}, 403),
-        ({"Origin": "https://evil.example"}, 403),
-    ],
-)
-async def test_pages_of_other_sites_administer_no_router(
-    headers: dict[str, str], status: int
-) -> None:
-    app = create_app(router_config({"replicas": [{"url": "http://127.0.0.1:1"}]}, path="r"))
-    async with TestServer(app) as server, aiohttp.ClientSession() as session:
-        for method, path in (("GET", "/replicas"), ("GET", "/metrics"), ("GET", "/ui/state")):
-            url = server.make_url(path)
-            async with session.request(method, url, headers=headers) as answer:
-                assert answer.status == status, path
-        drained = server.make_url("/replicas/127.0.0.1:1/drain")
-        async with session.post(drained, headers=headers) as answer:
-            assert answer.status == status

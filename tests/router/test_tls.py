@@ -42,12 +42,12 @@ def test_the_router_is_reached_by_https_alone(files: Path) -> None:
     trusting = ssl.create_default_context(cafile=str(files / "cert.pem"))
     with serving("--config", str(path)) as (process, url):
         assert url.startswith("https://127.0.0.1:")
-        with urllib.request.urlopen(f"{url}/metrics", context=trusting) as response:
+        with urllib.request.urlopen(f"{url}/ui", context=trusting) as response:
             assert response.status == 200
         with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
-            urllib.request.urlopen(f"{url}/metrics")
+            urllib.request.urlopen(f"{url}/ui")
         with pytest.raises(OSError):
-            urllib.request.urlopen(f"http{url.removeprefix('https')}/metrics")
+            urllib.request.urlopen(f"http{url.removeprefix('https')}/ui")
         process.terminate()
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
@@ -73,7 +73,7 @@ def test_a_new_certificate_is_shown_without_a_restart(files: Path, tmp_path: Pat
         ssl.create_default_context(cafile=str(each / "cert.pem")) for each in (files, second)
     )
     with serving("--config", str(path)) as (process, url):
-        with urllib.request.urlopen(f"{url}/metrics", context=before) as response:
+        with urllib.request.urlopen(f"{url}/ui", context=before) as response:
             assert response.status == 200
         (tmp_path / "other").symlink_to(second)
         (tmp_path / "other").replace(mounted)
@@ -81,10 +81,10 @@ def test_a_new_certificate_is_shown_without_a_restart(files: Path, tmp_path: Pat
         for line in process.stderr:
             if "configuration reloaded" in line:
                 break
-        with urllib.request.urlopen(f"{url}/metrics", context=after) as response:
+        with urllib.request.urlopen(f"{url}/ui", context=after) as response:
             assert response.status == 200
         with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
-            urllib.request.urlopen(f"{url}/metrics", context=before)
+            urllib.request.urlopen(f"{url}/ui", context=before)
         process.terminate()
 
 

@@ -16,13 +16,20 @@ from router.api.access import new_key, sha256_of
 from router.cli.explain import ask
 from router.cli.router_client import RouterClient
 from router.config.settings import AccessConfig, KeyConfig, ReplicaConfig
-from tests.router.conftest import Fleet, Running, Wait
+from tests.router.conftest import ADMIN_TOKEN, Fleet, Running, Wait
 from tests.router.scripted import CHAT_ANSWER, chat_events, json_answer, stream
+from warmroute_common.admin_token import HEADER as ADMIN_HEADER
 
 CHAT = "/v1/chat/completions"
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+LOCAL = {ADMIN_HEADER: ADMIN_TOKEN}
 KEY, OTHER, ADMIN = new_key(), new_key(), new_key()
 EVERYTHING = [("POST", CHAT), ("GET", "/v1/models"), ("GET", "/v1/models/m"), ("GET", "/nothing")]
+
+
+@pytest.fixture
+def client(stranger: aiohttp.ClientSession) -> aiohttp.ClientSession:
+    return stranger
 
 
 def one_key(**changes: Any) -> AccessConfig:
@@ -136,7 +143,7 @@ async def test_a_key_that_is_used_up_gets_429(
         assert 1 <= int(response.headers["Retry-After"]) <= 60
     assert answer["error"]["code"] == "rate_limit_exceeded"
     assert not fleet.two.seen
-    _, text = await status_of(client, router, "/metrics")
+    _, text = await status_of(client, router, "/metrics", **LOCAL)
     assert 'warmroute_access_refused_total{cause="tokens",key="team"} 1.0' in text
 
 
@@ -193,23 +200,63 @@ async def test_explain_is_asked_with_the_admin_key(fleet: Fleet) -> None:
     with_key = RouterClient(router.url, admin_key=ADMIN)
     assert (await asyncio.to_thread(asked, with_key))["replica"] == "one"
     with pytest.raises(click.ClickException, match="asks for an admin key"):
-        await asyncio.to_thread(asked, RouterClient(router.url))
+        await asyncio.to_thread(asked, RouterClient(router.url, admin_key="wrong"))
 
 
-async def test_without_an_admin_key_other_machines_are_told_how_to_set_one(
+PROXIES: list[dict[str, str]] = [
+    {},
+    {"Host": "127.0.0.1:8000"},  # nginx's proxy_pass, as it is by default
+    {"Host": "localhost"},
+    {"X-Forwarded-For": "127.0.0.1"},
+    {"Forwarded": "for=127.0.0.1"},
+    {ADMIN_HEADER: ""},
+    {"Authorization": "Bearer "},
+]
+"""What a request from another machine looks like behind proxies on the router's machine."""
+
+
+@pytest.mark.parametrize("headers", PROXIES)
+async def test_nobody_administers_by_address(
+    fleet: Fleet, client: aiohttp.ClientSession, headers: dict[str, str]
+) -> None:
+    router = await fleet.router()
+    for method, path in (
+        ("POST", "/replicas/one/drain"),
+        ("POST", "/replicas/one/resume"),
+        ("GET", "/replicas"),
+        ("GET", "/ui/state"),
+        ("GET", "/metrics"),
+        ("POST", "/explain"),
+    ):
+        async with client.request(method, router.url + path, headers=headers) as response:
+            answer = await response.json()
+            assert response.status == 401, path
+        assert "'warmroute key --admin' makes one" in answer["error"]["message"]
+        assert ("{metrics: open}" in answer["error"]["message"]) is (path == "/metrics")
+    assert router.parts.fleet.replicas["one"].state == "up"
+    async with client.get(f"{router.url}/health", headers=headers) as response:
+        assert "replicas" not in await response.json()
+
+
+async def test_the_token_of_this_machine_administers(
     fleet: Fleet, client: aiohttp.ClientSession
 ) -> None:
-    """A proxy on this machine asks for others, too, and says so."""
-    router = await fleet.router()
-    for path in ("/explain", "/metrics"):
-        assert (await status_of(client, router, path))[0] == 200
-        status, answer = await status_of(client, router, path, **{"X-Forwarded-For": "10.1.2.3"})
-        assert status == 403
-        assert "set access.admin_sha256 ('warmroute key --admin'" in answer["error"]["message"]
-    open_router = await fleet.router(access=AccessConfig(metrics="open"))
-    given = {"X-Forwarded-For": "10.1.2.3"}
-    assert (await status_of(client, open_router, "/metrics", **given))[0] == 200
-    assert (await status_of(client, open_router, "/explain", **given))[0] == 403
+    """Also with admin keys; and no replica sees it."""
+    for access in (AccessConfig(), AccessConfig(admin_sha256=(sha256_of(ADMIN),))):
+        router = await fleet.router(access=access)
+        for path in ("/metrics", "/replicas", "/explain"):
+            assert (await status_of(client, router, path, **LOCAL))[0] == 200
+            assert (await status_of(client, router, path, **bearer(ADMIN_TOKEN)))[0] == 200
+    assert (await status_of(client, router, CHAT, **LOCAL))[0] == 200
+    assert ADMIN_HEADER not in fleet.one.seen[0].headers
+    await asyncio.to_thread(RouterClient(router.url).ask, "/replicas/one/drain", b"")
+    assert router.parts.fleet.replicas["one"].state == "draining"
+
+
+async def test_metrics_can_be_open(fleet: Fleet, client: aiohttp.ClientSession) -> None:
+    router = await fleet.router(access=AccessConfig(metrics="open"))
+    assert (await status_of(client, router, "/metrics"))[0] == 200
+    assert (await status_of(client, router, "/explain"))[0] == 401
 
 
 async def test_health_tells_no_addresses_but_to_the_administration(

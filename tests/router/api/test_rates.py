@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 
 from router.api.access import Grant
+from router.api.charge import Charge
 from router.config.settings import KeyConfig
 from warmroute_common.api_errors import RateLimitedError
 
@@ -50,7 +51,7 @@ def test_a_prompt_larger_than_a_minutes_tokens_goes_and_is_paid_off() -> None:
     team = grant(tokens_per_minute=60)
     team.take_request(0.0)
     team.take_prompt(100, 0.0)
-    team.take_answer(19, 0, 10.0)
+    team.take_answer(19, 10.0)
     with pytest.raises(RateLimitedError, match="tokens per minute") as caught:
         team.take_request(10.0)
     assert caught.value.retry_after_s == 50
@@ -70,7 +71,9 @@ def test_requests_that_came_together_do_not_all_pass() -> None:
 
 def test_a_stream_that_tells_no_usage_is_counted_by_its_size() -> None:
     team = grant(tokens_per_minute=60)
-    team.take_answer(None, 256 * 60, 0.0)
+    Charge(team).settle(
+        prompt_tokens=None, output_tokens=None, answer_bytes=256 * 60, is_json=False, now_s=0.0
+    )
     with pytest.raises(RateLimitedError):
         team.take_request(0.0)
     team.take_request(1.0)

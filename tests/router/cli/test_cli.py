@@ -14,6 +14,7 @@ from router.api.access import sha256_of
 from router.cli import commands as plugins
 from router.cli.commands import main
 from router.config.loading import load_router_config
+from warmroute_common.config_reader import ConfigError
 
 
 def invoke(*args: str) -> tuple[int, str]:
@@ -167,17 +168,72 @@ def test_python_m_router_is_the_command() -> None:
     assert done.stdout.startswith("warmroute, version ")
 
 
-def test_a_key_that_was_made_is_known_by_the_lines_that_came_with_it(tmp_path: Path) -> None:
-    for args, places in ((["team"], "keys"), (["--admin"], "admin_sha256")):
-        made = CliRunner().invoke(main, ["key", *args])
-        assert made.exit_code == 0
-        key = made.stderr.removeprefix("key: ").strip()
-        assert len(key) > 43 and key not in made.stdout
-        path = tmp_path / "router.yaml"
-        path.write_text("replicas: [{url: 'http://127.0.0.1:1'}]\n" + made.stdout)
-        access = load_router_config(path).access
-        known = access.admin_sha256 if places == "admin_sha256" else (access.keys[0].sha256,)
-        assert known == (sha256_of(key),)
+@pytest.mark.parametrize(
+    ("args", "section"),
+    [(["team"], "keys"), (["team: [1]", "--"], "keys"), (["--admin"], "admin_sha256")],
+)
+def test_a_made_key_is_known_once_its_entry_is_pasted(
+    tmp_path: Path, args: list[str], section: str
+) -> None:
+    made = CliRunner().invoke(main, ["key", *args])
+    assert made.exit_code == 0
+    key = made.stderr.partition("key: ")[2].partition("\n")[0]
+    assert len(key) == 46 and key not in made.stdout
+    assert f"access.{section}" in made.stderr
+    path = tmp_path / "router.yaml"
+    path.write_text(
+        f"replicas: [{{url: 'http://127.0.0.1:1'}}]\naccess:\n  {section}:\n{made.stdout}"
+    )
+    access = load_router_config(path).access
+    known = access.admin_sha256 if section == "admin_sha256" else (access.keys[0].sha256,)
+    assert known == (sha256_of(key),)
+
+
+@pytest.mark.parametrize("args", [["team"], ["--admin"]])
+@pytest.mark.parametrize(
+    "before", ["", "access:\n  keys:\n  - {name: a, sha256: %s}\n" % ("0" * 64)]
+)
+def test_what_key_prints_never_replaces_keys_when_appended(
+    tmp_path: Path, args: list[str], before: str
+) -> None:
+    """It is no section of its own: at the end of a file it is refused, or one more entry."""
+    path = tmp_path / "router.yaml"
+    text = "replicas: [{url: 'http://127.0.0.1:1'}]\n" + before
+    path.write_text(text + CliRunner().invoke(main, ["key", *args]).stdout)
+    try:
+        names = [each.name for each in load_router_config(path).access.keys]
+    except ConfigError:
+        return
+    assert before and names[0] == "a"
+
+
+@pytest.mark.parametrize(
+    ("command", "text", "found"),
+    [
+        (
+            ["serve"],
+            "replicas: []\nport: 1\n\nport: 2\n",
+            "'port' is set in line 2 and again in line 4",
+        ),
+        (
+            ["up"],
+            "model: m\nrouter:\n  port: 1\n  port: 2\n",
+            "'port' is set in line 3 and again in line 4",
+        ),
+        (
+            ["replica", "--print-command"],
+            "chunk_size: 256\nchunk_size: 16\n",
+            "line 1 and again in line 2",
+        ),
+    ],
+)
+def test_a_key_that_a_file_has_twice_is_refused_with_both_lines(
+    tmp_path: Path, command: list[str], text: str, found: str
+) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_text(text)
+    code, output = invoke(*command, "--config", str(path))
+    assert code == 2 and found in output
 
 
 @pytest.mark.parametrize("args", [[], ["team", "--admin"]])

@@ -14,17 +14,20 @@ from pathlib import Path
 import pytest
 
 from tests.router.cli.helpers import serving
+from warmroute_common.admin_token import admin_token_headers
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_serves_until_told_to_stop(number: signal.Signals) -> None:
     with serving("--port", "0") as (process, url):
-        with urllib.request.urlopen(f"{url}/metrics") as response:
+        own = urllib.request.Request(f"{url}/metrics", headers=admin_token_headers(url))
+        with urllib.request.urlopen(own) as response:
             assert response.status == 200
         process.send_signal(number)
         assert process.stderr is not None
         rest = process.stderr.read()
         assert process.wait() == 0
+    assert not admin_token_headers(url)
     assert "stopping" in rest
     assert "Traceback" not in rest
 
@@ -43,7 +46,7 @@ def test_a_second_signal_does_not_wait() -> None:
             client.sendall(
                 b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
             )
-            with urllib.request.urlopen(f"{url}/metrics") as response:
+            with urllib.request.urlopen(f"{url}/ui") as response:
                 assert response.status == 200
             process.send_signal(signal.SIGTERM)
             assert process.stderr is not None
@@ -145,7 +148,8 @@ def test_it_reads_its_configuration_again_on_hangup(tmp_path: Path) -> None:
 
     def replicas(url: str) -> set[str]:
         try:
-            with urllib.request.urlopen(f"{url}/health") as response:
+            asked = urllib.request.Request(f"{url}/health", headers=admin_token_headers(url))
+            with urllib.request.urlopen(asked) as response:
                 told = json.load(response)
         except urllib.error.HTTPError as error:  # no replica is up
             told = json.load(error)
@@ -211,3 +215,27 @@ def test_the_garbage_collector_looks_at_no_module() -> None:
         process.send_signal(signal.SIGTERM)
         collected, kept = map(int, process.stderr.read().splitlines()[-1].split())
     assert collected < kept / 10, "a full collection halts all requests"
+
+
+def test_a_client_writes_no_lines_into_the_log() -> None:
+    forged = "x\n2026-01-01 00:00:00,000 ERROR   warmroute fake\x1b[2J\x9b\u2028"
+    body = json.dumps({"model": forged, "messages": [{"role": "user", "content": "x"}]}).encode()
+    with serving("--port", "0") as (process, url):
+        for path, headers in (
+            # As UTF-8: a terminal takes U+009B for the beginning of a command.
+            ("/v1/chat/completions", {"X-Request-Id": "a\xc2\x9b2J\xe2\x80\xa8b"}),
+            ("/v1/rerank", {"traceparent": "\x9b"}),
+            ("/replicas/%0a2026%1b/drain", {}),
+            ("/v1/%0a2026%1b%c2%9b", {}),
+            ("/nothing%0d%0a2026", {"Authorization": "Bearer \x9b"}),
+        ):
+            request = urllib.request.Request(url + path, data=body, headers=headers)
+            with pytest.raises(urllib.error.HTTPError):
+                urllib.request.urlopen(request)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        lines = process.stderr.read().removesuffix("\n").split("\n")
+    assert any("/v1/chat/completions" in each for each in lines)
+    for each in lines:
+        assert each.isprintable() and re.match(r"\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ +warmroute", each)
+        assert not each.startswith("2026-01-01 00:00:00,000")

@@ -155,10 +155,11 @@ async def test_once_prints_one_frame(fleet: Fleet) -> None:
 
 async def test_it_says_why_it_is_refused(fleet: Fleet) -> None:
     router = await fleet.router(access=AccessConfig(admin_sha256=(sha256_of(ADMIN),)))
-    refused = await top("--router", router.url)
+    refused = await top("--router", router.url, "--admin-key", "wrong")
     assert refused.exit_code == 1
     assert "/ui/state asks for an admin key" in refused.output
     for arguments, environment in (
+        ((), {}),
         (("--admin-key", ADMIN), {}),
         (("--key", ADMIN), {}),
         ((), {"WARMROUTE_ADMIN_KEY": ADMIN}),

@@ -95,10 +95,11 @@ async def test_a_running_routers_admin_key(fleet: Fleet) -> None:
         {"url": each.url, "instance_id": name}
         for name, each in (("one", fleet.one), ("two", fleet.two))
     ]
-    without = await examined(*replicas, port=port)
+    without = await examined(*replicas, port=port, key="wrong")
     assert "--admin-key" in found(without, Level.NOTE)["the router", "running"]
-    known = found(await examined(*replicas, port=port, key="secret"), Level.OK)
-    assert known["the router", "running"] == "a router runs at its port: ok"
+    for key in ("secret", None):
+        known = found(await examined(*replicas, port=port, key=key), Level.OK)
+        assert known["the router", "running"] == "a router runs at its port: ok"
 
 
 async def test_a_port_that_the_running_router_has_not(fleet: Fleet) -> None:

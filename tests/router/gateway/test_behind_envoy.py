@@ -22,6 +22,9 @@ from tests.router.gateway.conftest import CHAT, RARELY, Change, Gateway, Setting
 from tests.router.scripted import CHAT_ANSWER, chat_events, json_answer, scripted, stream
 from tests.router.staging.scripted_agent import ASK, running_agent
 from tests.servers import make_certificates
+from warmroute_common.admin_token import HEADER as _ADMIN_HEADER
+
+ADMIN_HEADER = _ADMIN_HEADER.lower()
 
 
 def by_parts(settings: Settings) -> Settings:
@@ -243,6 +246,43 @@ async def test_a_client_cannot_choose_its_replica(
     headers = {SUBSET: gateway.two.url.removeprefix("http://")}
     async with client.post(picker.url + CHAT, json=chat(), headers=headers) as answer:
         assert answer.headers["x-warmroute-replica"] == "one"
+
+
+STEERING = {
+    SUBSET: "{two}",
+    "x-gateway-destination-endpoint": "{two}",
+    "x-gateway-destination-endpoint-served": "{two}",
+    "x-envoy-max-retries": "3",
+    "x-envoy-retry-on": "5xx",
+    "x-envoy-upstream-rq-timeout-ms": "1",
+    "x-envoy-upstream-rq-per-try-timeout-ms": "1",
+    "x-envoy-hedge-on-per-try-timeout": "true",
+    ADMIN_HEADER: "a key",
+}
+"""Headers by which a client could choose its replica, or have a request repeated."""
+
+
+@pytest.mark.parametrize("runs", [True, False], ids=["with-picker", "without-picker"])
+async def test_a_client_steers_nothing_by_headers(
+    gateway: Gateway, client: aiohttp.ClientSession, *, runs: bool
+) -> None:
+    picker, _ = await gateway.both()
+    two = gateway.two.url.removeprefix("http://")
+    headers = {name: value.format(two=two) for name, value in STEERING.items()}
+    if not runs:
+        await picker.picker.stop(0.0)
+    for _ in range(4):
+        async with client.post(picker.url + CHAT, json=chat(), headers=headers) as answer:
+            assert answer.status == 200
+    assert len(gateway.one.seen) == len(gateway.two.seen) == 2
+    for each in gateway.one.seen + gateway.two.seen:
+        set_by_picker = {"x-gateway-destination-endpoint"} if runs else set()
+        assert {*STEERING} & {name.lower() for name in each.headers} == set_by_picker
+    for replica in (gateway.one, gateway.two):
+        replica.will(json_answer({"error": "not now"}, status=503))
+    async with client.post(picker.url + "/v1/files", data=b"x", headers=headers) as answer:
+        assert answer.status == 503
+    assert len(gateway.one.seen) + len(gateway.two.seen) == 5
 
 
 @pytest.mark.parametrize("endpoints", [(), ("10.0.0.1:1",)])

@@ -26,7 +26,7 @@ MESSAGES = {"input_tokens": 1, "output_tokens": 3, "cache_read_input_tokens": 8}
 def test_counts_of_every_api(usage: dict[str, Any], separators: tuple[str, str], step: int) -> None:
     answer = {"id": "x", "choices": ["long " * 10_000], "usage": usage, "more": None}
     body = json.dumps(answer, separators=separators).encode()
-    assert read(body, step=step) == Usage(cached_tokens=8, output_tokens=3)
+    assert read(body, step=step) == Usage(prompt_tokens=9, cached_tokens=8, output_tokens=3)
 
 
 def test_the_last_usage_of_a_stream_counts() -> None:
@@ -39,7 +39,8 @@ def test_the_last_usage_of_a_stream_counts() -> None:
 def test_counts_before_long_arrays(step: int) -> None:
     """``return_token_ids`` and ``prompt_logprobs`` come after ``usage``."""
     answer = {"id": "x", "choices": [], "usage": CHAT, "prompt_token_ids": [*range(20_000)]}
-    assert read(json.dumps(answer).encode(), step=step) == Usage(cached_tokens=8, output_tokens=3)
+    counts = Usage(prompt_tokens=9, cached_tokens=8, output_tokens=3)
+    assert read(json.dumps(answer).encode(), step=step) == counts
 
 
 @pytest.mark.parametrize("step", [1, 7, 65_536])
@@ -54,7 +55,8 @@ def test_counts_of_the_first_and_the_last_event_are_put_together(step: int, even
 
 def test_a_later_object_of_that_name_without_counts_changes_nothing() -> None:
     answer = {"usage": CHAT, "metrics": {"usage": {"x": 1}}}
-    assert read(json.dumps(answer).encode(), step=9) == Usage(cached_tokens=8, output_tokens=3)
+    counts = Usage(prompt_tokens=9, cached_tokens=8, output_tokens=3)
+    assert read(json.dumps(answer).encode(), step=9) == counts
 
 
 def test_text_that_speaks_of_usage_is_not_read() -> None:

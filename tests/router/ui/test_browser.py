@@ -14,9 +14,10 @@ from playwright.async_api import Browser, Page, async_playwright, expect
 from bench.screenshots import launched, program
 from router.api.access import new_key, sha256_of
 from router.config.settings import AccessConfig, ReplicaConfig
-from tests.router.conftest import Fleet, Running
+from tests.router.conftest import ADMIN_TOKEN, Fleet, Running
 from tests.router.scripted import CHAT_ANSWER, chat_events, json_answer, stream
 from tests.servers import missing
+from warmroute_common.admin_token import HEADER as ADMIN_HEADER
 
 PATIENT_MS = 60_000
 HACK = "<img src=x onerror=window.hacked=1><script>window.hacked=1</script>"
@@ -52,6 +53,7 @@ async def seen() -> Seen:
 async def page(browser: Browser, seen: Seen) -> Page:
     page = await browser.new_page()
     page.set_default_timeout(PATIENT_MS)
+    await page.set_extra_http_headers({ADMIN_HEADER: ADMIN_TOKEN})
     page.on("console", lambda told: seen.errors.extend([told.text] * (told.type == "error")))
     page.on("pageerror", lambda error: seen.errors.append(str(error)))
     page.on("request", lambda asked: seen.hosts.add(asked.url.partition("/ui")[0]))
@@ -169,6 +171,7 @@ async def test_the_explain_box_answers_or_says_why_not(
 
 async def test_a_key_is_asked_for_used_and_kept_in_the_tab(fleet: Fleet, page: Page) -> None:
     router = await fleet.router(access=AccessConfig(admin_sha256=(sha256_of(ADMIN),)))
+    await page.set_extra_http_headers({})
     await page.goto(f"{router.url}/ui")
     await expect(page.locator("#key-label")).to_have_text("This router asks for an admin key.")
     await expect(page.locator("#main")).to_be_hidden()

@@ -1,0 +1,87 @@
+"""What a request takes from its key's tokens per minute.
+
+A prompt whose tokens are known exactly is charged by them. Everything else is charged by its size:
+several prompts, prompts beside which a body has more to compute, and the bodies of all other
+endpoints. The answer's ``usage`` corrects the estimate at its end.
+"""
+
+from contextlib import suppress
+from typing import Final
+
+import orjson
+
+from router.api.access import Grant
+from router.policy import ParsedRequest
+from router.prompt import media
+
+_BYTES_PER_TOKEN: Final = 4
+_MEDIA_BYTES_PER_TOKEN: Final = 256
+"""Of audio and images, in forms and in answers; also of a stream's events."""
+_CHATS: Final = ("messages", "input")
+"""Fields whose parts may be media."""
+_FREE: Final = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
+"""Endpoints that run no model."""
+
+
+class Charge:
+    """The tokens that one request has taken from its key."""
+
+    def __init__(self, grant: Grant) -> None:
+        self._grant = grant
+        self._tokens = 0
+        self._is_exact = False
+
+    def take(
+        self, request: ParsedRequest, prompt_tokens: int, now_s: float, *, is_exact: bool
+    ) -> None:
+        """Charge a request that was read; raise `RateLimitedError` where tokens are used up.
+
+        ``is_exact``: whether ``prompt_tokens`` are all that the replica computes.
+        """
+        if not self._grant.limits_tokens:
+            return
+        self._is_exact = is_exact
+        self._tokens = prompt_tokens
+        if not is_exact:
+            self._tokens = max(prompt_tokens, estimated_tokens(request))
+        self._grant.take_prompt(self._tokens, now_s)
+
+    def settle(
+        self,
+        *,
+        prompt_tokens: int | None,
+        output_tokens: int | None,
+        answer_bytes: int,
+        is_json: bool,
+        now_s: float,
+    ) -> None:
+        """Charge the answer, and correct the estimate; the counts are those of its ``usage``.
+
+        Without ``usage`` the answer is charged by its size; ``is_json``: it is one JSON text.
+        """
+        tokens = output_tokens or 0
+        if prompt_tokens is None and output_tokens is None:
+            tokens = answer_bytes // (_BYTES_PER_TOKEN if is_json else _MEDIA_BYTES_PER_TOKEN)
+        elif prompt_tokens is not None:
+            more = prompt_tokens - self._tokens
+            tokens += max(0, more) if self._is_exact else more
+        self._grant.take_answer(tokens, now_s)
+
+
+def estimated_tokens(request: ParsedRequest) -> int:
+    """Return about how many tokens a replica computes for a body."""
+    body = request.body
+    if request.endpoint in _FREE:
+        return 0
+    if request.is_form:
+        return len(body) // _MEDIA_BYTES_PER_TOKEN
+    size = len(body)
+    if any(name in request.fields for name in _CHATS):
+        shown = {
+            name: media.shortened(value) if name in _CHATS else value
+            for name, value in request.fields.items()
+        }
+        with suppress(orjson.JSONEncodeError):  # it reads deeper nesting than it writes
+            size = min(size, len(orjson.dumps(shown)))
+    # Lists of short token ids have fewer bytes a token, but a comma each.
+    return max(-(-size // _BYTES_PER_TOKEN), body.count(b","))
