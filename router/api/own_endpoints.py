@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -16,11 +17,11 @@ from router.feeds.health_monitor import authorization, fetch_models
 from router.fleet.fleet import Fleet
 from router.fleet.replica import ReplicaState
 from router.membership.reload import Reload
-from router.policy import PROMPTED, Plane, json_object
+from router.policy import PROMPTED, Plane
 from router.proxy.lifecycle import RequestLifecycle
 from router.record.metrics import CONTENT_TYPE, Metrics
 from warmroute_common.api_errors import BadRequestError, NoReplicaError, UnknownModelError
-from warmroute_common.http_server import LEAVING, as_json, read_body
+from warmroute_common.http_server import LEAVING, as_json, holding, read_body
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +86,15 @@ class OwnEndpoints:
         the chat endpoint for ``messages``, else the one for ``prompt`` or ``input``.
         """
         body = await read_body(request)
-        endpoint = _endpoint(request.query.get("endpoint"), json_object(body))
-        asked = self.lifecycle.policy.parse(Plane.PROXY, "POST", endpoint, request.headers, body)
-        prompt, decision = await self.lifecycle.decide(asked)
+        named = request.query.get("endpoint")
+        parse = partial(self.lifecycle.parse, Plane.PROXY, "POST")
+        # All of them read the same fields.
+        asked = await parse(named or "/v1/chat/completions", request.headers, body)
+        endpoint = _endpoint(named, asked.fields)
+        if endpoint != asked.endpoint:
+            asked = await parse(endpoint, request.headers, body)
+        with holding(request, asked.parsed_bytes):
+            prompt, decision = await self.lifecycle.decide(asked)
         return as_json(explanation(prompt, decision, self.fleet, model=asked.model))
 
     async def _merged_models(self, request: web.Request) -> list[dict[str, object]]:

@@ -492,7 +492,8 @@ class RouterConfig:
     """Largest body of one request. Larger ones get 413."""
     max_bodies_bytes: int = setting(2048 * MIB, at_least=1024)
     """Memory for the bodies of all requests that are being read or wait for the beginning of their
-    answer. When it is full, further requests get 503."""
+    answer, and for the values parsed of them until their prompts are read. When it is full,
+    further requests get 503."""
     retries: int = setting(2, at_least=0, at_most=100)
     """How many other replicas a request may try before its answer has begun. If no other replica
     can take it, a replica that answered with ``Retry-After`` of at most 5 s is tried again."""

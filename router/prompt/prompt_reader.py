@@ -20,15 +20,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import aiohttp
 
 from router.config.settings import TokenizerConfig
-from router.prompt import media
 from router.prompt.chat_template import read_source
 from router.prompt.drafter import Body, Draft, Drafter, PromptInput, TextInput
-from router.prompt.prompt import CHARS_PER_TOKEN, Prompt
+from router.prompt.prompt import Prompt
 from router.prompt.token_cache import Memo
 from router.prompt.token_trust import CHAT_PROBES, TEXT_PROBES, Agreement, Trust, compare
 from router.prompt.tokenizer_files import TokenizerFiles, load_directory
@@ -46,14 +45,8 @@ A shorter one keeps all cores busy for some milliseconds. In a thread it took 30
 machine, because the thread waits for the event loop again and again.
 """
 
-_LONG_CHARS: Final = 512 * 1024
-"""A prompt with more characters, in the memo or not, is also rendered and assembled in a thread."""
-
-_MAX_CHARS_PER_BYTE: Final = CHARS_PER_TOKEN / 2
-"""A token id in a list takes two bytes or more, and counts as `CHARS_PER_TOKEN`."""
-
-_PROMPT_FIELDS: Final = ("messages", "input", "prompt", "system", "tools")
-"""The fields of a body that hold its prompt."""
+LARGE_BODY_BYTES: Final = 256 * 1024
+"""A larger body is parsed, rendered and assembled in a thread, whatever of it is in the memo."""
 
 
 class ReadingTurns:
@@ -149,13 +142,13 @@ class PromptReader:
         source = None if chat_template is None else read_source(Path(chat_template))
         return cls(load_directory(Path(path)), chat_template=source, memo=memo)
 
-    async def read(self, endpoint: str, body: Body, body_bytes: float = inf) -> Prompt:
+    async def read(self, endpoint: str, body: Body, body_bytes: float = 0) -> Prompt:
         """Return the prompt of a request to ``endpoint``; raise `BadRequestError` for wrong types.
 
         Long work runs in a thread and does not block the event loop. ``body_bytes`` is the
-        body's length, where it is known.
+        body's length as it was sent.
         """
-        if _MAX_CHARS_PER_BYTE * body_bytes > _LONG_CHARS and _rough_chars(body) > _LONG_CHARS:
+        if body_bytes > LARGE_BODY_BYTES:
             draft = await asyncio.to_thread(self._draft, endpoint, body)
             async with self._turns.turn(draft.chars):
                 return await asyncio.to_thread(draft.finish)
@@ -229,24 +222,6 @@ def _has_much_new(draft: Draft) -> bool:
     if draft.cut is None or draft.chars <= _INLINE_CHARS:
         return False
     return draft.cut.new_chars() > _INLINE_CHARS
-
-
-def _rough_chars(body: Body) -> int:
-    """Return about how many characters of prompt a body has; media have none."""
-    size = 0
-    waiting: list[Any] = [body.get(key) for key in _PROMPT_FIELDS]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, str):
-            size += len(value)
-        elif isinstance(value, dict):
-            waiting.extend(one for key, one in value.items() if key not in media.FIELDS)
-        elif isinstance(value, list):
-            if value and isinstance(value[0], int):
-                size += CHARS_PER_TOKEN * len(value)
-            else:
-                waiting.extend(value)
-    return size
 
 
 log = logging.getLogger("warmroute.tokenizer")

@@ -34,7 +34,7 @@ from router.proxy.upstream import (
 )
 from router.record.records import Cause, FailedTry, Outcome, RequestRecord, trace_context
 from warmroute_common.api_errors import NoReplicaError, UpstreamFailedError, UpstreamTimeoutError
-from warmroute_common.http_server import read_body, release_body
+from warmroute_common.http_server import holding, read_body, release_body
 
 _SHARE: Final = 0.2
 """Retries, as a share of the requests that wait for their answer to begin. If more are retries,
@@ -221,12 +221,13 @@ class Proxy:
         """
         body = await read_body(request)
         await self._lifecycle.one_per_tick.enter()
-        asked = self._lifecycle.policy.parse(
+        asked = await self._lifecycle.parse(
             Plane.PROXY, request.method, request.path, request.headers, body
         )
         if (grant := request.get(GRANT)) is not None:
             grant.check_model(asked.model)
-        prompt_keys = await self._lifecycle.read(asked, record)
+        with holding(request, asked.parsed_bytes):
+            prompt_keys = await self._lifecycle.read(asked, record)
         if grant is not None and asked.has_prompt:
             grant.take_prompt(prompt_keys.prompt_tokens, time.monotonic())
         with self._retries.counting():

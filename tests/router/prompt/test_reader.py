@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import Mock
 
 import aiohttp
 import pytest
@@ -285,18 +285,21 @@ async def test_a_long_new_prompt_is_rendered_once_and_tokenized_off_the_loop(
     assert threading.current_thread() not in tokenized
 
 
-@pytest.mark.parametrize("with_tokenizer", [True, False])
-async def test_the_bytes_of_an_image_do_not_make_a_prompt_long(
-    reader: PromptReader, monkeypatch: pytest.MonkeyPatch, with_tokenizer: bool
+@pytest.mark.parametrize(("body_bytes", "in_loop"), [(200_000, True), (300_000, False)])
+async def test_a_large_body_is_rendered_off_the_loop(
+    reader: PromptReader, monkeypatch: pytest.MonkeyPatch, body_bytes: int, in_loop: bool
 ) -> None:
-    to_thread = AsyncMock()
-    monkeypatch.setattr(asyncio, "to_thread", to_thread)
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 1_000_000}}
-    audio = {"type": "input_audio", "input_audio": {"data": "A" * 1_000_000, "format": "wav"}}
-    body = chat(said("system", LONG), {"role": "user", "content": [image, audio]})
-    used = reader if with_tokenizer else PromptReader(None)
-    assert (await used.read(CHAT, body)).text
-    to_thread.assert_not_called()
+    """Whatever it holds: a schema of nulls has few characters, and takes long to render."""
+    threads: list[threading.Thread] = []
+
+    def render(*args: Any, **more: Any) -> str:
+        threads.append(threading.current_thread())
+        return made(*args, **more)
+
+    made = ChatTemplate.render
+    monkeypatch.setattr(ChatTemplate, "render", render)
+    await reader.read(CHAT, chat(USER), body_bytes)
+    assert [each is threading.main_thread() for each in threads] == [in_loop]
 
 
 def test_the_schemas_of_tools_are_not_copied() -> None:
