@@ -332,7 +332,7 @@ class RequestLifecycle:
             )
         )
         record.prepared = StagingResult()  # the staged KV was for that replica
-        if cause is not Cause.ABSENT:
+        if cause not in (Cause.ABSENT, Cause.LOCAL):
             self._failures.suspect(record.replica_id, cause)
 
     # The end

@@ -141,7 +141,7 @@ class Retries:
 
 _Begun = tuple[ReplicaAnswer, Ticket]
 """A replica's answer that has begun, and the ticket to release at its end."""
-_NOT_BEGUN: Final = (Cause.CONNECT, Cause.ABSENT)
+_NOT_BEGUN: Final = (Cause.CONNECT, Cause.LOCAL, Cause.ABSENT)
 """Causes after which the replica has certainly not begun with the request."""
 _MOST_PATIENCE_S: Final = 5.0
 """The router waits for a replica's ``Retry-After`` up to this; a longer one goes to the client."""
@@ -374,7 +374,7 @@ class Proxy:
         """Raise the error of a request whose tries all failed."""
         tried = "; ".join(f"{each.replica_id}: {each.cause}" for each in record.failed_tries)
         match record.failed_tries[-1].cause:
-            case Cause.CONNECT:
+            case Cause.CONNECT | Cause.LOCAL:
                 retry_after_s = max(1, ceil(self._config.timeouts.health_interval_s))
                 raise NoReplicaError(
                     f"no replica could be reached ({tried})", retry_after_s=retry_after_s

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from router.fleet.breaker import Circuit
 from router.fleet.fleet import Fleet
 from router.fleet.replica import ReplicaState
-from router.record.records import RequestRecord
+from router.record.records import Cause, RequestRecord
 from router.staging.stager import StagingResult
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -182,7 +182,8 @@ class Metrics(Collector):
         status = str(record.status) if record.status is not None else "none"
         self._count("requests", record.endpoint, replica, status, record.outcome)
         for each in record.failed_tries:
-            self._count("failed_tries", self._label(each.replica_id), each.cause)
+            at_fault = None if each.cause is Cause.LOCAL else each.replica_id
+            self._count("failed_tries", self._label(at_fault), each.cause)
         if record.reason is not None:
             self._count("decisions", record.reason)
         if record.rejected is not None:
