@@ -211,8 +211,10 @@ class SessionConfig:
 class IndexConfig:
     """How much the router remembers of the KV that replicas hold."""
 
-    max_keys: int = setting(4_000_000, at_least=1)
-    """Block keys remembered, for all replicas together. Beyond that the oldest are dropped."""
+    max_keys: int | None = setting(None, at_least=1)
+    """Block keys remembered, for all replicas together; each takes about 150 bytes. By default
+    50,000 per replica and at least 4,000,000. Beyond that the ends of the prompts that were not
+    used for longest are dropped."""
     speculative_ttl_s: float = setting(30.0, above=0)
     """How long the prefix of a routed request counts as held before an event confirms it."""
     history_ttl_s: float = setting(600.0, above=0)

@@ -107,6 +107,7 @@ _GAUGES: Final = {
         ["replica", "part"],
     ),
     "table_entries": ("Entries in the router's bounded tables", ["table"]),
+    "index_max_keys": ("Entries that the prefix index may have", []),
 }
 
 
@@ -128,6 +129,11 @@ _OPENINGS: Final = "How often a replica's circuit breaker has opened, since its 
 _REFUSED: Final = (
     "Requests that their key was refused for: key (none that is known), admin (not the "
     "administration's), model (may not be asked), requests, tokens (used up for the moment)"
+)
+
+_EVICTED: Final = (
+    "Keys that the prefix index dropped because it was full: what replicas hold of them is not "
+    "matched any more"
 )
 
 _DROPPED: Final = (
@@ -235,6 +241,9 @@ class Metrics(Collector):
                 for unit, values in (("ratio", errors.ratio), ("seconds", errors.seconds)):
                     for quantile, value in zip(_QUANTILES, astuple(values), strict=True):
                         show(f"ttft_prediction_error_{unit}", value, each.id, quantile)
+        show("index_max_keys", self._fleet.index.max_keys)
+        evicted = CounterMetricFamily("warmroute_index_evicted_keys", _EVICTED)
+        evicted.add_metric([], self._fleet.index.evicted)
         for table, count in self._sizes().items():
             show("table_entries", count, table)
         lmcache_events = CounterMetricFamily("warmroute_lmcache", _LMCACHE, labels=["what"])
@@ -249,7 +258,7 @@ class Metrics(Collector):
         dropped = CounterMetricFamily("warmroute_records_dropped", _DROPPED, labels=["where"])
         for where, count in self._dropped().items():
             dropped.add_metric([where], count)
-        return [*gauges.values(), openings, lmcache_events, refused, reloads, dropped]
+        return [*gauges.values(), openings, evicted, lmcache_events, refused, reloads, dropped]
 
     def _label(self, replica_id: str | None) -> str:
         if replica_id is None:

@@ -108,6 +108,8 @@ def test_the_headers_tell_of_the_decision() -> None:
 def test_every_end_is_counted() -> None:
     fleet = Fleet(TWO)
     fleet.up("one")
+    fleet.index.max_keys = 3
+    fleet.index.add(0, KvTier.GPU, range(5))
     fleet.replicas["one"].waiting, fleet.replicas["one"].decoding = 2, 1
     metrics = Metrics(fleet, lambda: {"index": 7})
     metrics.observe(
@@ -125,7 +127,10 @@ def test_every_end_is_counted() -> None:
             streamed=True,
             cached_tokens=6,
             first_byte_s=101.0,
-            failed_tries=[FailedTry(replica_id="two", cause=Cause.CONNECT, detail="x")],
+            failed_tries=[
+                FailedTry(replica_id="two", cause=Cause.CONNECT, detail="x"),
+                FailedTry(replica_id="two", cause=Cause.LOCAL, detail="y"),
+            ],
         )
     )
     metrics.observe(ended(outcome=Outcome.REFUSED, status=400))
@@ -133,6 +138,7 @@ def test_every_end_is_counted() -> None:
     lines = metrics.render().decode().splitlines()
     for line in (
         'warmroute_failed_tries_total{cause="connect",replica="two"} 1.0',
+        'warmroute_failed_tries_total{cause="local",replica="none"} 1.0',
         'warmroute_matched_tokens_total{replica="one",tier="gpu"} 8.0',
         'warmroute_cached_tokens_total{replica="one"} 6.0',
         'warmroute_ttft_seconds_sum{replica="one",streamed="true"} 1.0',
@@ -143,6 +149,8 @@ def test_every_end_is_counted() -> None:
         'warmroute_replica_up{replica="two",state="unknown"} 0.0',
         'warmroute_in_flight{replica="one"} 3.0',
         'warmroute_table_entries{table="index"} 7.0',
+        "warmroute_index_max_keys 3.0",
+        "warmroute_index_evicted_keys_total 2.0",
         'warmroute_requests_total{endpoint="/v1/completions",outcome="refused",replica="none",'
         'status="400"} 1.0',
         'warmroute_requests_total{endpoint="/v1/completions",outcome="client-gone",replica="none",'
