@@ -99,17 +99,20 @@ def served_models(entries: Sequence[Mapping[str, object]]) -> list[ServedModel]:
 
     vLLM's entries name a model's root, and an adapter's base model as its
     parent (``show_available_models`` of 0.32): the tokenizer is the base's, the
-    root is the adapter's path, which is part of its keys.
+    root is the adapter's path, which is part of its keys. The context is the base's too.
     """
+    lengths = {str(each["id"]): each.get("max_model_len") for each in entries}
     roots = {str(each["id"]): str(each.get("root") or each["id"]) for each in entries}
     served = []
     for each in entries:
         name, parent = str(each["id"]), each.get("parent")
+        length = lengths.get(str(parent), lengths[name])
         served.append(
             ServedModel(
                 id=name,
                 root=roots.get(str(parent), roots[name]),
                 adapter_path=None if parent is None else roots[name],
+                max_model_len=length if isinstance(length, int) and length > 0 else None,
             )
         )
     return served

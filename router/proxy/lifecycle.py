@@ -37,6 +37,8 @@ _AT_FAULT: Final = frozenset({Cause.CUT, Cause.STATUS, Cause.GATEWAY, Cause.TIME
 refuses connections. HUNG does not: the replica only waits for its LMCache server."""
 _SERVER_ERROR: Final = 500
 """502, 503 and 504 are retried, and count as failed tries."""
+_LONG_PROMPT_TOKENS: Final = 65_536
+"""The keys of a longer prompt are made in a thread: they take 0.1 ms per thousand new tokens."""
 
 
 class FailureListener(Protocol):
@@ -204,6 +206,9 @@ class RequestLifecycle:
         began_s = time.monotonic()
         prompt_keys = PromptKeyCache(await self._prompt(asked))
         asked.fields.clear()  # the request may wait for minutes
+        if prompt_keys.prompt_tokens > _LONG_PROMPT_TOKENS:
+            kinds = [(each.key_shape, each.adapters) for each in self.fleet.replicas.values()]
+            await asyncio.to_thread(prompt_keys.make, kinds)
         record.read_s = time.monotonic() - began_s
         record.step("read", began_s)
         await self._locator.look_up(prompt_keys)
@@ -373,7 +378,12 @@ class RequestLifecycle:
             return None
         reader = self._prompts.reader_for(asked.model)
         try:
-            return await reader.read(asked.endpoint, dict(asked.fields), len(asked.body))
+            return await reader.read(
+                asked.endpoint,
+                dict(asked.fields),
+                len(asked.body),
+                self._prompts.max_model_len(asked.model),
+            )
         except RecursionError:  # what can be parsed may be deeper than templates can walk
             raise BadRequestError("the body's values are nested too deeply") from None
 

@@ -326,7 +326,7 @@ async def test_the_models_root_is_what_vllm_says(session: aiohttp.ClientSession)
     heard = Heard()
     async with scripted() as replica:
         replica.entries = [
-            {"id": "served", "root": "/models/base", "parent": None},
+            {"id": "served", "root": "/models/base", "parent": None, "max_model_len": 4096},
             {"id": "adapter", "root": "/adapters/a", "parent": "served"},
             {"name": "no id"},
         ]
@@ -334,7 +334,9 @@ async def test_the_models_root_is_what_vllm_says(session: aiohttp.ClientSession)
             pass
     assert heard.served == [
         [
-            ServedModel(id="served", root="/models/base"),
-            ServedModel(id="adapter", root="/models/base", adapter_path="/adapters/a"),
+            ServedModel(id="served", root="/models/base", max_model_len=4096),
+            ServedModel(
+                id="adapter", root="/models/base", adapter_path="/adapters/a", max_model_len=4096
+            ),
         ]
     ]

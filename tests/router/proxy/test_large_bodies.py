@@ -94,11 +94,9 @@ async def test_parsed_values_are_charged_until_the_prompt_is_read(
     parsed: list[Mapping[str, Any]] = []
     read = PromptReader.read
 
-    async def reads(
-        reader: PromptReader, endpoint: str, body: Mapping[str, Any], body_bytes: float
-    ) -> Prompt:
+    async def reads(*given: Any) -> Prompt:
         held.append(bodies.held_bytes)
-        return await read(reader, endpoint, body, body_bytes)
+        return await read(*given)
 
     async def admits(*given: Any, **more: Any) -> Any:
         held.append(bodies.held_bytes)
@@ -129,3 +127,50 @@ async def test_parsed_values_do_not_exceed_the_memory_for_bodies(
         assert response.status == 503
         assert "max_bodies_bytes" in (await response.json())["error"]["message"]
     assert router.runner.app[BODIES].held_bytes == 0
+
+
+@pytest.mark.parametrize("other_len", [50, 150, None])
+async def test_token_ids_that_no_replicas_context_takes_are_refused(
+    fleet: Fleet, client: aiohttp.ClientSession, other_len: int | None
+) -> None:
+    """A replica that does not tell may take any number."""
+    fleet.one.entries = [{"id": "m", "max_model_len": 100}]
+    fleet.two.entries = [{"id": "m", "max_model_len": other_len}]
+    router = await fleet.router()
+    ask = {"model": "m", "prompt": list(range(120))}
+    async with client.post(router.url + "/v1/completions", json=ask) as response:
+        answer = await response.json()
+    if other_len != 50:
+        assert response.status == 200
+        return
+    assert response.status == 400
+    assert answer["error"] == {
+        "message": "the prompt has 120 tokens, and the model's context takes 100",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "context_length_exceeded",
+    }
+    assert not fleet.one.seen and not fleet.two.seen
+
+
+@pytest.mark.parametrize(("tokens", "in_loop"), [(10_000, True), (70_000, False)])
+async def test_the_keys_of_a_long_prompt_are_made_in_a_thread(
+    fleet: Fleet,
+    client: aiohttp.ClientSession,
+    monkeypatch: pytest.MonkeyPatch,
+    tokens: int,
+    in_loop: bool,
+) -> None:
+    made: list[bool] = []
+    chain = Prompt.text_chain
+
+    def chains(prompt: Prompt) -> list[int]:
+        made.append(threading.current_thread() is threading.main_thread())
+        return chain(prompt)
+
+    monkeypatch.setattr(Prompt, "text_chain", chains)
+    router = await fleet.router(policy="ttft")
+    ask = {"model": "m", "prompt": "word" * tokens}
+    async with client.post(router.url + "/v1/completions", json=ask) as response:
+        assert response.status == 200
+    assert made == [in_loop]
