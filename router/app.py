@@ -185,6 +185,7 @@ def make_parts(
         api=OwnEndpoints(
             config=config,
             fleet=fleet,
+            health_checks=health,
             lifecycle=lifecycle,
             counted=metrics,
             session=session,

@@ -197,6 +197,8 @@ class _Watched:
     task: asyncio.Task[None] | None = None
     learning: asyncio.Task[None] | None = None
     """Asks what it serves and holds."""
+    listed: Sequence[Mapping[str, object]] = ()
+    """Its ``/v1/models``, as it answered last."""
     is_learned: bool = False
     """Whether that was done since it came up."""
     prefills: PrefillTotals | None = None
@@ -261,6 +263,11 @@ class HealthMonitor:
                 task.add_done_callback(self._ending.discard)
                 task.cancel()
 
+    def listed(self, replica: Replica) -> Sequence[Mapping[str, object]]:
+        """Return the entries of a replica's ``/v1/models`` as it answered last; none if never."""
+        watched = self._watched.get(replica)
+        return () if watched is None else watched.listed
+
     def look_again(self, replica: Replica) -> None:
         """Probe a replica now: whether it is up is not known any more."""
         if (watched := self._watched.get(replica)) is not None:
@@ -317,7 +324,7 @@ class HealthMonitor:
         served = None
         if is_due and watched.replica.models is None:
             # Before it is first called up: its first request finds its models known.
-            served = await self._ask_models(watched.replica)
+            served = await self._ask_models(watched)
         watched.probes += 1
         was_up, watched.up = watched.up, True
         if not was_up:
@@ -363,12 +370,14 @@ class HealthMonitor:
         ) as response:
             return None if response.status < 500 else f"/health answers {response.status}"
 
-    async def _ask_models(self, replica: Replica) -> list[ServedModel] | None:
+    async def _ask_models(self, watched: _Watched) -> list[ServedModel] | None:
         """Note what a replica serves; return None if it does not tell."""
+        replica = watched.replica
         timeout_s = self._timeouts.health_timeout_s
         entries = await fetch_models(self._session, replica.config, timeout_s=timeout_s)
         if not entries:
             return None
+        watched.listed = entries
         served = served_models(entries)
         models = {each.id: each.adapter_path for each in served}
         roots = {each.root for each in served if each.adapter_path is None}
@@ -378,7 +387,7 @@ class HealthMonitor:
     async def _learn(self, watched: _Watched, served: list[ServedModel] | None) -> None:
         """Ask what a replica that is up serves (unless it is given) and holds; compare tokens."""
         try:
-            served = served or await self._ask_models(watched.replica)
+            served = served or await self._ask_models(watched)
             if served is not None:
                 await self._compare_tokens(watched.replica, served)
             await self._ask_metrics(watched)

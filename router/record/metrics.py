@@ -1,5 +1,6 @@
 """Prometheus metrics: a reader of `RequestRecord`, and gauges read when scraped."""
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple
 from types import MappingProxyType
@@ -142,6 +143,17 @@ _DROPPED: Final = (
 )
 
 
+class _Collected(Collector):
+    """Metrics as they were when they were read."""
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        """Return them."""
+        return self._metrics
+
+
 class Metrics(Collector):
     """All of the router's metrics, in a registry of their own."""
 
@@ -168,7 +180,7 @@ class Metrics(Collector):
         self._reloads = reloads
         self._dropped = dropped
         registry = self._registry = CollectorRegistry()
-        registry.register(self)
+        self._rendering = asyncio.Lock()
         self._counters = {
             name: Counter(f"warmroute_{name}", text, labels, registry=registry)
             for name, (text, labels) in _COUNTERS.items()
@@ -210,10 +222,17 @@ class Metrics(Collector):
         if known is not None and known.reads_late(record.matched_tokens):
             self._count("prefetches", replica, "impossible")
 
-    def render(self) -> bytes:
-        """Return the text that Prometheus scrapes, without the replicas that have left."""
-        self._forget(self._shown - {*self._fleet.replicas, _NO_REPLICA, _REMOVED})
-        return generate_latest(self._registry)
+    async def render(self) -> bytes:
+        """Return the text that Prometheus scrapes, without the replicas that have left.
+
+        The text is made in a thread: for hundreds of replicas that takes long.
+        """
+        async with self._rendering:
+            self._forget(self._shown - {*self._fleet.replicas, _NO_REPLICA, _REMOVED})
+            shown = CollectorRegistry()
+            shown.register(_Collected(self.collect()))
+            shown.register(self._registry)
+            return await asyncio.to_thread(generate_latest, shown)
 
     def collect(self) -> Iterable[Metric]:
         """Return the gauges, read from the fleet at each scrape and not stored."""
