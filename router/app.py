@@ -185,6 +185,7 @@ def make_parts(
         api=OwnEndpoints(
             config=config,
             fleet=fleet,
+            health_checks=health,
             lifecycle=lifecycle,
             counted=metrics,
             session=session,
@@ -363,9 +364,17 @@ async def _start(parts: Parts, stack: AsyncExitStack) -> None:
 
 async def ticking(fleet: Fleet) -> None:
     """End what time has ended, about once a second and without end."""
+    is_full = False
     while True:
         try:
             fleet.tick(time.monotonic())
+            if fleet.index.evicted and not is_full:
+                is_full = True
+                log.warning(
+                    "the prefix index is full (%d keys): KV that replicas hold is no longer "
+                    "matched; raise index.max_keys",
+                    fleet.index.max_keys,
+                )
         except Exception:  # one tick that fails must not be the last: nothing would expire any more
             log.exception("ending what time has ended failed")
         await asyncio.sleep(_TICK_S)

@@ -17,10 +17,10 @@ from math import inf, nan
 from typing import Any, Final
 from urllib.parse import quote
 
-import orjson
 import xxhash
 
 from router.config.settings import RouterConfig
+from router.prompt.request_body import parsed_bytes, prompt_fields, short_members, with_model
 from warmroute_common.addresses import is_loopback
 from warmroute_common.api_errors import BadRequestError, NotFoundError, NotSupportedError
 from warmroute_common.config_reader import ConfigLocation
@@ -90,9 +90,14 @@ class ParsedRequest:
     endpoint: str
     body: bytes
     """The body for the replica: the client's, with an alias of a model replaced."""
-    fields: Mapping[str, Any] = field(repr=False)
+    fields: dict[str, Any] = field(repr=False)
+    """Those of the body that routing needs; cleared when the prompt has been read."""
+    parsed_bytes: int
+    """About how much memory ``fields`` take until then."""
     model: str | None
     session: str | None
+    streamed: bool = False
+    """Whether the client wants a streamed answer."""
     max_wait_s: float = inf
     """How long the router may hold the request, as the client asked."""
     has_prompt: bool = True
@@ -106,11 +111,6 @@ class ParsedRequest:
     """Whether the request may be sent to another replica after one may have begun with it."""
     seeks: bool = False
     """Whether a 404 sends the request to the next replica, if the owner of its ids is unknown."""
-
-    @property
-    def streamed(self) -> bool:
-        """Whether the client wants a streamed answer."""
-        return self.fields.get("stream") is True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,8 +192,10 @@ class Policy:
         return ParsedRequest(
             endpoint=path,
             body=body,
-            fields=fields,
+            fields={},
+            parsed_bytes=0,
             model=model,
+            streamed=fields.get("stream") is True,
             session=_session(fields, session),
             has_prompt=False,
             is_form=_is_multipart(content_type),
@@ -285,21 +287,6 @@ def _matches(path: str, patterns: Collection[str]) -> bool:
 # --- reading a request
 
 
-def json_object(body: bytes) -> dict[str, Any]:
-    """Return the JSON object in a body; raise `BadRequestError` for anything else."""
-    if not body:
-        raise BadRequestError("the body is empty; send a JSON object", code="invalid_json")
-    try:
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise BadRequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
-    if not isinstance(value, dict):
-        raise BadRequestError(
-            f"the body must be a JSON object, not {_json_type(value)}", code="invalid_json"
-        )
-    return value
-
-
 def _prompted(
     path: str,
     headers: Mapping[str, str],
@@ -307,16 +294,19 @@ def _prompted(
     session: str | None,
     aliases: Mapping[str, str],
 ) -> ParsedRequest:
-    fields = json_object(body)
+    size_bytes = parsed_bytes(body)
+    fields = prompt_fields(body)
     model = _text(fields, "model")
     if model is not None and model in aliases:
-        body = _renamed(fields, model := aliases[model])
+        body = with_model(body, model := aliases[model])
     before = _text(fields, "previous_response_id") if path == "/v1/responses" else None
     return ParsedRequest(
         endpoint=path,
         body=body,
         fields=fields,
+        parsed_bytes=size_bytes,
         model=model,
+        streamed=fields.get("stream") is True,
         session=_session(fields, session),
         ids=() if before is None else (before,),
         max_wait_s=_max_wait_s(headers.get(MAX_WAIT_HEADER)),
@@ -325,19 +315,20 @@ def _prompted(
 
 def _model_of(
     content_type: str, body: bytes, aliases: Mapping[str, str]
-) -> tuple[dict[str, Any], str | None, bytes]:
-    """Return a body's JSON fields, its model, and the body with an alias replaced."""
+) -> tuple[Mapping[str, object], str | None, bytes]:
+    """Return a body's short JSON fields, its model, and the body with an alias replaced."""
     if _is_multipart(content_type):
         model, body = _form_model(content_type, body, aliases)
         return {}, model, body
-    if _kind(content_type) == _URLENCODED:
-        # It may be JSON as well, and name another model to a reader of forms.
+    # A form may be JSON as well, and name another model to a reader of forms.
+    if _kind(content_type) == _URLENCODED or not _JSON_OBJECT.match(body):
         return {}, None, body
-    fields = _json_fields(body)
+    parsed_bytes(body)
+    fields = short_members(body)
     named = fields.get("model")
     model = named if isinstance(named, str) else None
     if model is not None and model in aliases:
-        body = _renamed(fields, model := aliases[model])
+        body = with_model(body, model := aliases[model])
     return fields, model, body
 
 
@@ -347,28 +338,6 @@ def _kind(content_type: str) -> str:
 
 def _is_multipart(content_type: str) -> bool:
     return _kind(content_type).startswith("multipart/")
-
-
-def _renamed(fields: dict[str, Any], model: str) -> bytes:
-    """Set ``model`` in ``fields`` and return them as a body; raise `BadRequestError`."""
-    fields["model"] = model
-    try:
-        return orjson.dumps(fields)
-    except orjson.JSONEncodeError as error:  # it reads deeper nesting than it writes
-        raise BadRequestError(
-            f"the body cannot be rewritten for the model '{model}', which its alias stands for: "
-            f"{error}"
-        ) from None
-
-
-def _json_fields(body: bytes) -> dict[str, Any]:
-    if not _JSON_OBJECT.match(body):
-        return {}
-    try:
-        fields: dict[str, Any] = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return {}
-    return fields
 
 
 def _named_ids(fields: Mapping[str, Any]) -> list[str]:

@@ -33,6 +33,21 @@ def connection_problem(error: BaseException, url: str) -> str:
     return problem
 
 
+def is_exhausted(error: BaseException) -> bool:
+    """Whether this machine had no file descriptor or memory left for a connection."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        error = error.os_error
+    own = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+    return isinstance(error, OSError) and _is(error, *own)
+
+
+def is_unresolved(error: BaseException) -> bool:
+    """Whether the server's host name could not be resolved."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        error = error.os_error
+    return isinstance(error, socket.gaierror | aiohttp.ClientConnectorDNSError)
+
+
 def _is(error: OSError, *numbers: int) -> bool:
     if error.errno is not None:
         return error.errno in numbers

@@ -9,7 +9,8 @@ import asyncio
 import logging
 import socket
 import traceback
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from ssl import SSLContext
@@ -183,6 +184,19 @@ def release_body(request: web.Request) -> None:
         request.app[BODIES].held_bytes -= held_bytes
 
 
+@contextmanager
+def holding(request: web.Request, size_bytes: int) -> Iterator[None]:
+    """Count memory for what was parsed of a body, for the block; raise `OverloadedError`."""
+    bodies = request.app[BODIES]
+    if bodies.held_bytes + size_bytes > bodies.limit_bytes:
+        raise _full(bodies)
+    bodies.held_bytes += size_bytes
+    try:
+        yield
+    finally:
+        bodies.held_bytes -= size_bytes
+
+
 async def _read(request: web.Request, bodies: Bodies, limit_bytes: int, wakes: "_Wakes") -> bytes:
     chunks, size = [], 0
     # request.read() would keep the body as long as the request.
@@ -191,15 +205,18 @@ async def _read(request: web.Request, bodies: Bodies, limit_bytes: int, wakes: "
         if size > limit_bytes:
             raise _too_large(bodies, limit_bytes, "more was sent")
         if bodies.held_bytes + len(chunk) > bodies.limit_bytes:
-            raise OverloadedError(
-                f"the memory for request bodies is full ({bodies.all_hint}); "
-                "send the request again later"
-            )
+            raise _full(bodies)
         bodies.held_bytes += len(chunk)
         request[_HELD_BYTES] = size
         chunks.append(chunk)
         wakes.received(size)
     return b"".join(chunks)
+
+
+def _full(bodies: Bodies) -> OverloadedError:
+    return OverloadedError(
+        f"the memory for request bodies is full ({bodies.all_hint}); send the request again later"
+    )
 
 
 def _too_large(bodies: Bodies, limit_bytes: int, what: str) -> TooLargeError:

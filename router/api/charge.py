@@ -5,6 +5,7 @@ several prompts, prompts beside which a body has more to compute, and the bodies
 endpoints. The answer's ``usage`` corrects the estimate at its end.
 """
 
+import asyncio
 from contextlib import suppress
 from typing import Final
 
@@ -13,6 +14,7 @@ import orjson
 from router.api.access import Grant
 from router.policy import ParsedRequest
 from router.prompt import media
+from router.prompt.prompt_reader import LARGE_BODY_BYTES
 
 _BYTES_PER_TOKEN: Final = 4
 _MEDIA_BYTES_PER_TOKEN: Final = 256
@@ -29,21 +31,25 @@ class Charge:
     def __init__(self, grant: Grant) -> None:
         self._grant = grant
         self._tokens = 0
+        self._estimate = 0
         self._is_exact = False
 
-    def take(
-        self, request: ParsedRequest, prompt_tokens: int, now_s: float, *, is_exact: bool
-    ) -> None:
+    async def estimate(self, request: ParsedRequest) -> None:
+        """Note the size of a request; its fields are gone when its prompt has been read."""
+        if not self._grant.limits_tokens:
+            return
+        if len(request.body) <= LARGE_BODY_BYTES:
+            self._estimate = estimated_tokens(request)
+        else:
+            self._estimate = await asyncio.to_thread(estimated_tokens, request)
+
+    def take(self, prompt_tokens: int, now_s: float, *, is_exact: bool) -> None:
         """Charge a request that was read; raise `RateLimitedError` where tokens are used up.
 
         ``is_exact``: whether ``prompt_tokens`` are all that the replica computes.
         """
-        if not self._grant.limits_tokens:
-            return
         self._is_exact = is_exact
-        self._tokens = prompt_tokens
-        if not is_exact:
-            self._tokens = max(prompt_tokens, estimated_tokens(request))
+        self._tokens = prompt_tokens if is_exact else max(prompt_tokens, self._estimate)
         self._grant.take_prompt(self._tokens, now_s)
 
     def settle(
@@ -68,6 +74,11 @@ class Charge:
         self._grant.take_answer(tokens, now_s)
 
 
+def _media_bytes(value: object) -> int:
+    """Return how many bytes of a chat are media, which are no text to compute."""
+    return len(orjson.dumps(value)) - len(orjson.dumps(media.shortened(value)))
+
+
 def estimated_tokens(request: ParsedRequest) -> int:
     """Return about how many tokens a replica computes for a body."""
     body = request.body
@@ -76,12 +87,7 @@ def estimated_tokens(request: ParsedRequest) -> int:
     if request.is_form:
         return len(body) // _MEDIA_BYTES_PER_TOKEN
     size = len(body)
-    if any(name in request.fields for name in _CHATS):
-        shown = {
-            name: media.shortened(value) if name in _CHATS else value
-            for name, value in request.fields.items()
-        }
-        with suppress(orjson.JSONEncodeError):  # it reads deeper nesting than it writes
-            size = min(size, len(orjson.dumps(shown)))
+    with suppress(orjson.JSONEncodeError):  # the parser reads deeper nesting than it writes
+        size -= sum(_media_bytes(request.fields[name]) for name in _CHATS if name in request.fields)
     # Lists of short token ids have fewer bytes a token, but a comma each.
     return max(-(-size // _BYTES_PER_TOKEN), body.count(b","))

@@ -2,9 +2,10 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import aiohttp
 from aiohttp import web
@@ -12,15 +13,18 @@ from aiohttp import web
 from router.api.access import GRANT, Access
 from router.api.explanation import explanation
 from router.config.settings import RouterConfig
-from router.feeds.health_monitor import authorization, fetch_models
+from router.feeds.health_monitor import HealthMonitor, fetch_models
 from router.fleet.fleet import Fleet
-from router.fleet.replica import ReplicaState
+from router.fleet.replica import Replica, ReplicaState
 from router.membership.reload import Reload
-from router.policy import PROMPTED, Plane, json_object
+from router.policy import PROMPTED, Plane
 from router.proxy.lifecycle import RequestLifecycle
 from router.record.metrics import CONTENT_TYPE, Metrics
 from warmroute_common.api_errors import BadRequestError, NoReplicaError, UnknownModelError
-from warmroute_common.http_server import LEAVING, as_json, read_body
+from warmroute_common.http_server import LEAVING, as_json, holding, read_body
+
+_ASKED_AS_CLIENT: Final = 8
+"""Replicas that one client's question for models becomes questions to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +33,7 @@ class OwnEndpoints:
 
     config: RouterConfig
     fleet: Fleet
+    health_checks: HealthMonitor
     lifecycle: RequestLifecycle
     counted: Metrics
     session: aiohttp.ClientSession
@@ -36,7 +41,10 @@ class OwnEndpoints:
     reload: Reload
 
     async def models(self, request: web.Request) -> web.Response:
-        """``GET /v1/models``: what the replicas that are up serve, each model once, and aliases."""
+        """``GET /v1/models``: what the replicas that are up serve, each model once, and aliases.
+
+        It is what health checks have found: no replica is asked.
+        """
         return as_json({"object": "list", "data": await self._merged_models(request)})
 
     async def model(self, request: web.Request) -> web.Response:
@@ -76,7 +84,9 @@ class OwnEndpoints:
 
     async def metrics(self, request: web.Request) -> web.Response:
         """``GET /metrics``, for Prometheus."""
-        return web.Response(body=self.counted.render(), headers={"Content-Type": CONTENT_TYPE})
+        return web.Response(
+            body=await self.counted.render(), headers={"Content-Type": CONTENT_TYPE}
+        )
 
     async def explain(self, request: web.Request) -> web.Response:
         """``POST /explain``: where a request would go, and why, without sending it.
@@ -85,36 +95,47 @@ class OwnEndpoints:
         the chat endpoint for ``messages``, else the one for ``prompt`` or ``input``.
         """
         body = await read_body(request)
-        endpoint = _endpoint(request.query.get("endpoint"), json_object(body))
-        asked = self.lifecycle.policy.parse(Plane.PROXY, "POST", endpoint, request.headers, body)
-        prompt, decision = await self.lifecycle.decide(asked)
+        named = request.query.get("endpoint")
+        parse = partial(self.lifecycle.parse, Plane.PROXY, "POST")
+        # All of them read the same fields.
+        asked = await parse(named or "/v1/chat/completions", request.headers, body)
+        endpoint = _endpoint(named, asked.fields)
+        if endpoint != asked.endpoint:
+            asked = await parse(endpoint, request.headers, body)
+        with holding(request, asked.parsed_bytes):
+            prompt, decision = await self.lifecycle.decide(asked)
         return as_json(explanation(prompt, decision, self.fleet, model=asked.model))
 
-    async def _merged_models(self, request: web.Request) -> list[dict[str, object]]:
-        grant, client = request.get(GRANT), request.headers.get("Authorization")
-        forwarded = {} if client is None or grant is not None else {"Authorization": client}
-        asked = (
-            fetch_models(
-                self.session,
-                each.config,
-                headers=authorization(each.config) or forwarded,
-                timeout_s=self.config.timeouts.health_timeout_s,
-            )
-            for each in self.fleet.replicas.values()
-            if each.state is ReplicaState.UP
-        )
-        answers = await asyncio.gather(*asked)
-        if all(answer is None for answer in answers):
+    async def _merged_models(self, request: web.Request) -> list[Mapping[str, object]]:
+        grant = request.get(GRANT)
+        up = [each for each in self.fleet.replicas.values() if each.state is ReplicaState.UP]
+        answers = [told for each in up if (told := self.health_checks.listed(each))]
+        if not answers and grant is None and (client := request.headers.get("Authorization")):
+            # The replicas check clients' keys themselves, and told the router's probes nothing.
+            answers = await self._ask_as(client, up[:_ASKED_AS_CLIENT])
+        if not answers:
             raise NoReplicaError("no replica tells which models it serves")
-        merged: dict[object, dict[str, object]] = {}
+        merged: dict[object, Mapping[str, object]] = {}
         for answer in answers:
-            for each in answer or []:
+            for each in answer:
                 if grant is None or grant.allows(str(each["id"])):
                     merged.setdefault(each["id"], each)
         for alias, real in self.fleet.aliases.items():
             if real in merged:
                 merged[alias] = {**merged[real], "id": alias}
         return list(merged.values())
+
+    async def _ask_as(
+        self, client: str, replicas: Sequence[Replica]
+    ) -> list[Sequence[Mapping[str, object]]]:
+        timeout_s = self.config.timeouts.health_timeout_s
+        headers = {"Authorization": client}
+        asked = (
+            fetch_models(self.session, each.config, headers=headers, timeout_s=timeout_s)
+            for each in replicas
+            if each.config.api_key is None
+        )
+        return [each for each in await asyncio.gather(*asked) if each]
 
 
 def _endpoint(named: str | None, fields: Mapping[str, Any]) -> str:

@@ -211,8 +211,10 @@ class SessionConfig:
 class IndexConfig:
     """How much the router remembers of the KV that replicas hold."""
 
-    max_keys: int = setting(4_000_000, at_least=1)
-    """Block keys remembered, for all replicas together. Beyond that the oldest are dropped."""
+    max_keys: int | None = setting(None, at_least=1)
+    """Block keys remembered, for all replicas together; each takes about 150 bytes. By default
+    50,000 per replica and at least 4,000,000. Beyond that the ends of the prompts that were not
+    used for longest are dropped."""
     speculative_ttl_s: float = setting(30.0, above=0)
     """How long the prefix of a routed request counts as held before an event confirms it."""
     history_ttl_s: float = setting(600.0, above=0)
@@ -493,7 +495,8 @@ class RouterConfig:
     """Largest body of one request. Larger ones get 413."""
     max_bodies_bytes: int = setting(2048 * MIB, at_least=1024)
     """Memory for the bodies of all requests that are being read or wait for the beginning of their
-    answer. When it is full, further requests get 503."""
+    answer, and for the values parsed of them until their prompts are read. When it is full,
+    further requests get 503."""
     retries: int = setting(2, at_least=0, at_most=100)
     """How many other replicas a request may try before its answer has begun. If no other replica
     can take it, a replica that answered with ``Retry-After`` of at most 5 s is tried again."""

@@ -1,8 +1,10 @@
 """Probe every replica: whether it is up, which models it serves, how much KV it holds, its load.
 
-A refused connection means that a replica is down. A probe without an answer counts only when three
-follow each other, because a busy server may be slow to answer. Replicas that are down are still
-probed, and the first good answer brings them back.
+A probe whose connection is refused means that a replica is down; a request's only causes a probe. A
+probe without an answer, or whose host name cannot be resolved, counts only when three follow each
+other. A router without file descriptors or memory finds nothing out. Replicas that are down are
+still probed, and the first good answer brings them back. What they serve and how they tokenize is
+asked after that, in a task of its own.
 """
 
 import asyncio
@@ -11,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 from typing import Final
 
 import aiohttp
@@ -25,7 +28,7 @@ from router.fleet.replica import Replica
 from router.prompt.prompt_reader import PromptSource, ServedModel
 from router.record.records import Cause
 from warmroute_common.config_reader import describe
-from warmroute_common.connection_errors import connection_problem
+from warmroute_common.connection_errors import connection_problem, is_exhausted, is_unresolved
 from warmroute_common.tasks import all_set, end_all
 
 log = logging.getLogger("warmroute.health")
@@ -94,17 +97,20 @@ def served_models(entries: Sequence[Mapping[str, object]]) -> list[ServedModel]:
 
     vLLM's entries name a model's root, and an adapter's base model as its
     parent (``show_available_models`` of 0.32): the tokenizer is the base's, the
-    root is the adapter's path, which is part of its keys.
+    root is the adapter's path, which is part of its keys. The context is the base's too.
     """
+    lengths = {str(each["id"]): each.get("max_model_len") for each in entries}
     roots = {str(each["id"]): str(each.get("root") or each["id"]) for each in entries}
     served = []
     for each in entries:
         name, parent = str(each["id"]), each.get("parent")
+        length = lengths.get(str(parent), lengths[name])
         served.append(
             ServedModel(
                 id=name,
                 root=roots.get(str(parent), roots[name]),
                 adapter_path=None if parent is None else roots[name],
+                max_model_len=length if isinstance(length, int) and length > 0 else None,
             )
         )
     return served
@@ -181,6 +187,8 @@ _SILENT_PROBES: Final = 3
 _LEARN_S: Final = 30.0
 _MODELS_EVERY_PROBES: Final = 15
 """Between two questions for what a replica serves and holds."""
+_EXHAUSTED_EVERY_S: Final = 60.0
+"""Between two log lines about probes for which the router has no resources."""
 
 
 @dataclass
@@ -192,6 +200,12 @@ class _Watched:
     silent_probes: int = 0
     probes: int = 0
     task: asyncio.Task[None] | None = None
+    learning: asyncio.Task[None] | None = None
+    """Asks what it serves and holds."""
+    listed: Sequence[Mapping[str, object]] = ()
+    """Its ``/v1/models``, as it answered last."""
+    is_learned: bool = False
+    """Whether that was done since it came up."""
     speeds: CounterSpeeds = field(default_factory=CounterSpeeds)
 
     @property
@@ -221,6 +235,7 @@ class HealthMonitor:
         self._prompts = prompts
         self._session = session
         self._ending: set[asyncio.Task[None]] = set()
+        self._exhausted_s = -inf
 
     async def start(self) -> None:
         """Begin to probe; return once every replica was probed, or after a second without.
@@ -234,7 +249,7 @@ class HealthMonitor:
 
     async def stop(self) -> None:
         """End the probing."""
-        tasks = (each.task for each in self._watched.values())
+        tasks = [task for each in self._watched.values() for task in (each.task, each.learning)]
         await end_all([*self._ending, *(each for each in tasks if each is not None)])
 
     def joined(self, replica: Replica) -> asyncio.Event:
@@ -245,11 +260,17 @@ class HealthMonitor:
 
     def left(self, replica: Replica) -> None:
         """Probe a replica no longer."""
-        task = self._watched.pop(replica).task
-        assert task is not None
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
-        task.cancel()
+        watched = self._watched.pop(replica)
+        for task in (watched.task, watched.learning):
+            if task is not None:
+                self._ending.add(task)
+                task.add_done_callback(self._ending.discard)
+                task.cancel()
+
+    def listed(self, replica: Replica) -> Sequence[Mapping[str, object]]:
+        """Return the entries of a replica's ``/v1/models`` as it answered last; none if never."""
+        watched = self._watched.get(replica)
+        return () if watched is None else watched.listed
 
     def look_again(self, replica: Replica) -> None:
         """Probe a replica now: whether it is up is not known any more."""
@@ -257,14 +278,9 @@ class HealthMonitor:
             watched.wake.set()
 
     def suspect(self, replica_id: str, cause: Cause) -> None:
-        """A request failed there: down at once if its port is closed; probe now in any case."""
-        replica = self._fleet.replicas.find(replica_id)
-        watched = None if replica is None else self._watched.get(replica)
-        if watched is None:
-            return  # it has left the fleet
-        if cause is Cause.CONNECT:
-            self._set_down(watched, "a request found nobody listening")
-        watched.wake.set()
+        """A request failed there: probe the replica now. The probe decides whether it is up."""
+        if (replica := self._fleet.replicas.find(replica_id)) is not None:
+            self.look_again(replica)
 
     async def _watch(self, watched: _Watched) -> None:
         while True:
@@ -273,7 +289,8 @@ class HealthMonitor:
                 await self._probe(watched)
             except Exception:  # without probes a replica would stay as it is for ever
                 log.exception("%s: probing it failed", watched.replica.id)
-            watched.probed.set()
+            if watched.learning is None:
+                watched.probed.set()
             await all_set([watched.wake], self._timeouts.health_interval_s)
 
     async def _probe(self, watched: _Watched) -> None:
@@ -283,24 +300,35 @@ class HealthMonitor:
         except TimeoutError:
             if watched.replica.heard_s > began_s:
                 return  # it is busy, and alive: part of an answer or a KV event has come
-            watched.silent_probes += 1
-            if watched.up is None or watched.silent_probes >= _SILENT_PROBES:
-                timeout_s = self._timeouts.health_timeout_s
-                self._set_down(watched, f"/health does not answer within {timeout_s:g} s")
+            timeout_s = self._timeouts.health_timeout_s
+            self._no_answer(watched, f"/health does not answer within {timeout_s:g} s")
             if watched.silent_probes == _SILENT_PROBES:
                 watched.replica.is_silent = True
                 self._changed()
             return
-        watched.silent_probes = 0
-        if problem is not None:
-            self._set_down(watched, problem)
+        except (aiohttp.ClientError, OSError) as error:
+            problem = connection_problem(error, config.url)
+            if is_exhausted(error):
+                self._log_exhausted(problem)
+            elif is_unresolved(error):
+                self._no_answer(watched, problem)
+            else:
+                watched.silent_probes = 0
+                self._set_down(watched, problem)
             return
-        if not watched.up or watched.probes % _MODELS_EVERY_PROBES == 0:
-            # Before it is called up: its first request finds its model known.
-            await self._ask_models(watched.replica)
-            await self._ask_metrics(watched)
-        if self._asks_load:
-            await self._ask_load(watched.replica)
+        watched.silent_probes = 0
+        if problem is None:
+            await self._set_up(watched)
+        else:
+            self._set_down(watched, problem)
+
+    async def _set_up(self, watched: _Watched) -> None:
+        config = watched.config
+        is_due = not watched.is_learned or watched.probes % _MODELS_EVERY_PROBES == 0
+        served = None
+        if is_due and watched.replica.models is None:
+            # Before it is first called up: its first request finds its models known.
+            served = await self._ask_models(watched)
         watched.probes += 1
         was_up, watched.up = watched.up, True
         if not was_up:
@@ -309,10 +337,24 @@ class HealthMonitor:
         self._fleet.up(watched.replica.id)
         if not was_up:
             self._changed()
+        if is_due and (watched.learning is None or watched.learning.done()):
+            watched.learning = asyncio.create_task(self._learn(watched, served))
+        if self._asks_load:
+            await self._ask_load(watched.replica)
+
+    def _no_answer(self, watched: _Watched, problem: str) -> None:
+        watched.silent_probes += 1
+        if watched.up is None or watched.silent_probes >= _SILENT_PROBES:
+            self._set_down(watched, problem)
+
+    def _log_exhausted(self, problem: str) -> None:
+        if time.monotonic() >= self._exhausted_s + _EXHAUSTED_EVERY_S:
+            self._exhausted_s = time.monotonic()
+            log.warning("the router has no resources to probe replicas: %s", problem)
 
     def _set_down(self, watched: _Watched, reason: str) -> None:
         config = watched.config
-        was_up, watched.up = watched.up, False
+        was_up, watched.up, watched.is_learned = watched.up, False, False
         if was_up is not False:
             log.warning("%s (%s) is down: %s", config.name, config.url, reason)
             self._prompts.compare_again(config.url)  # what comes up may be another
@@ -321,38 +363,53 @@ class HealthMonitor:
             self._changed()
 
     async def _problem(self, config: ReplicaConfig) -> str | None:
-        """Return why a replica is not well, None if it is; raise TimeoutError.
+        """Return why a replica is not well, None if it is; raise what the connection raises.
 
         Any answer below 500 counts as well: not every OpenAI server has a ``/health``.
         """
-        try:
-            async with self._session.get(
-                f"{config.url}/health",
-                headers=authorization(config),
-                timeout=aiohttp.ClientTimeout(total=self._timeouts.health_timeout_s),
-            ) as response:
-                return None if response.status < 500 else f"/health answers {response.status}"
-        except TimeoutError:
-            raise
-        except (aiohttp.ClientError, OSError) as error:
-            return connection_problem(error, config.url)
+        async with self._session.get(
+            f"{config.url}/health",
+            headers=authorization(config),
+            timeout=aiohttp.ClientTimeout(total=self._timeouts.health_timeout_s),
+        ) as response:
+            return None if response.status < 500 else f"/health answers {response.status}"
 
-    async def _ask_models(self, replica: Replica) -> None:
+    async def _ask_models(self, watched: _Watched) -> list[ServedModel] | None:
+        """Note what a replica serves; return None if it does not tell."""
+        replica = watched.replica
         timeout_s = self._timeouts.health_timeout_s
-        if models := await fetch_models(self._session, replica.config, timeout_s=timeout_s):
-            await self._learn(replica, served_models(models))
-
-    async def _learn(self, replica: Replica, served: list[ServedModel]) -> None:
-        config = replica.config
+        entries = await fetch_models(self._session, replica.config, timeout_s=timeout_s)
+        if not entries:
+            return None
+        watched.listed = entries
+        served = served_models(entries)
         models = {each.id: each.adapter_path for each in served}
         roots = {each.root for each in served if each.adapter_path is None}
         self._fleet.set_models(replica.id, models, roots)
-        headers = authorization(config)
+        return served
+
+    async def _learn(self, watched: _Watched, served: list[ServedModel] | None) -> None:
+        """Ask what a replica that is up serves (unless it is given) and holds; compare tokens."""
         try:
-            # Bounded, since a replica is called up only after this.
+            served = served or await self._ask_models(watched)
+            if served is not None:
+                await self._compare_tokens(watched.replica, served)
+            await self._ask_metrics(watched)
+            watched.is_learned = bool(watched.up)
+        except Exception:  # it is tried again after the next probe
+            log.exception("%s: probing it failed", watched.replica.id)
+        finally:
+            watched.probed.set()
+
+    async def _compare_tokens(self, replica: Replica, served: list[ServedModel]) -> None:
+        config = replica.config
+        try:
             async with asyncio.timeout(_LEARN_S):
                 await self._prompts.learn(
-                    served, session=self._session, url=config.url, headers=headers
+                    served,
+                    session=self._session,
+                    url=config.url,
+                    headers=authorization(config),
                 )
         except TimeoutError:
             log.warning("%s: its tokens were not compared within %g s", config.name, _LEARN_S)

@@ -32,6 +32,10 @@ _EXPIRED_KEYS: Final = 20
 """Keys whose speculative entries end per decision, the last entry as a whole: at least as many
 entries as a request makes, so that they do not pile up, and few, so that no request is slow."""
 
+_LEAST_KEYS: Final = 4_000_000
+_KEYS_PER_REPLICA: Final = 50_000
+"""The index's default limit: an 8B model on a GPU of 80 GB has some 28,000 blocks there."""
+
 
 class Fleet:
     """The replicas of one router, what each holds, and the requests in flight."""
@@ -51,7 +55,7 @@ class Fleet:
         self.replicas = Replicas(config.breaker, jitter)
         for each in config.replicas:
             self.replicas.add(each, config.rates, weights)
-        self.index = PrefixIndex(config.index.max_keys)
+        self.index = PrefixIndex(self._index_keys())
         self.sessions = Sessions(config.sessions.max_sessions, config.sessions.ttl_s, weights)
         self.prefills = PrefillTracker()
         self.started = 0
@@ -62,12 +66,18 @@ class Fleet:
 
     def add(self, config: ReplicaConfig) -> Replica:
         """Add a replica; raise ValueError if another is configured with that name."""
-        return self.replicas.add(config, self.config.rates, self.weights)
+        replica = self.replicas.add(config, self.config.rates, self.weights)
+        self.index.max_keys = self._index_keys()
+        return replica
 
     def remove(self, replica_id: str) -> None:
         """Forget a replica; raise KeyError if there is none. Its requests in flight continue."""
         replica = self.replicas.remove(replica_id)
         self.index.forget(replica.slot)
+
+    def _index_keys(self) -> int:
+        fleets = max(_LEAST_KEYS, _KEYS_PER_REPLICA * len(self.replicas))
+        return self.config.index.max_keys or fleets
 
     def models(self) -> set[str]:
         """Return the names of the models that replicas are known to serve, and their aliases."""
@@ -103,6 +113,7 @@ class Fleet:
         replica, keys = decision.picked.replica, decision.picked.keys
         speculative = None
         if keys.keys and not replica.is_removed:
+            self.index.use(replica.slot, keys.keys, keys.chunk_keys)
             ttl_s = self._speculative_ttl_s(replica, by_tokens=bool(keys.chain))
             speculative = self.index.believe(replica.slot, keys.keys, now_s + ttl_s)
         if (session := decision.session) is not None:
@@ -300,8 +311,8 @@ class Fleet:
         match event:
             case GpuCleared():
                 self.index.forget(replica.slot, (KvTier.GPU,))
-            case BlocksStored(tier, keys) if tier in tiers:
-                self.index.add(replica.slot, tier, keys, counted=True)
+            case BlocksStored(tier, keys, parent) if tier in tiers:
+                self.index.add(replica.slot, tier, keys, parent=parent, counted=True)
                 if tier is KvTier.GPU:
                     self.prefills.stored(replica.slot, keys, now_s)
             case BlocksRemoved(tier, keys) if tier in tiers:

@@ -96,7 +96,9 @@ class Exchange:
         await self._lifecycle.one_per_tick.enter()
         policy = self._lifecycle.policy
         policy.check(Plane.GATEWAY, self.method, self.path, self._headers)
-        asked = policy.parse(Plane.GATEWAY, self.method, self.path, self._headers, body)
+        asked = await self._lifecycle.parse(
+            Plane.GATEWAY, self.method, self.path, self._headers, body
+        )
         prompt_keys = await self._lifecycle.read(asked, self.record)
         among = self._endpoints.eligible(self._subset)
         if among is not None and not among:

@@ -7,7 +7,7 @@ arrays that begin with it before; both are read. Pure: the sockets are in
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -83,10 +83,12 @@ class _ClearedArray(_Cleared, array_like=True, tag="AllBlocksCleared"):
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """A tier gained blocks."""
+    """A tier gained blocks, which follow each other in a prompt."""
 
     tier: KvTier
     keys: Sequence[int]
+    parent: int | None = field(default=None, compare=False)
+    """The key of the block before them, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,21 +193,23 @@ class KvEventReader:
             yield GpuCleared()  # what was noted so far is another group's
         if not self._follows(event.group_idx):
             return
-        keys = _keys(event)
+        keys, before = _keys(event), event.parent_block_hash
         tier = tier_of(event.medium, event.locality)
         # Below the GPU keys may be another cache's: LMCache reports chunks of its own hashes.
         if self.shows_first and tier is KvTier.GPU and (first := _first_blocks(event, keys)):
             yield first
-        yield BlocksStored(tier, keys)
+        yield BlocksStored(tier, keys, None if before is None else _key(before))
 
     def _follows(self, group: int | None) -> bool:
         return self._group is None or group is None or group == self._group
 
 
 def _keys(event: _Stored | _Removed) -> list[int]:
-    return [
-        key64(each) if isinstance(each, bytes) else each & KEY64_MASK for each in event.block_hashes
-    ]
+    return [_key(each) for each in event.block_hashes]
+
+
+def _key(block_hash: int | bytes) -> int:
+    return key64(block_hash) if isinstance(block_hash, bytes) else block_hash & KEY64_MASK
 
 
 def _first_blocks(event: _Stored, keys: Sequence[int]) -> FirstBlocks | None:

@@ -4,8 +4,8 @@ Keys are 64-bit (`warmroute_common.keys.key64`): a collision can only cost a wro
 and chunk keys share one space, because a chunk has the key of its last block. Different schemes
 give different keys.
 
-The index keeps every key twice. Each replica has a dictionary per tier, in the order in which keys
-came: for the detailed match of one replica, for eviction, and to forget the replica without a walk
+The index keeps every key twice. Each replica has a dictionary per tier, with the key before each
+key: for the detailed match of one replica, for eviction, and to forget the replica without a walk
 over all keys. Each key has the set of its holders (`Holders`): an integer with the bit of each
 replica's `Replica.slot`. So one walk over a prompt gives the depth of a thousand replicas: a step
 costs a dictionary lookup and, where the holders change, an ``&``. Keys noted together share one
@@ -15,7 +15,7 @@ Pure state: no clock, no I/O.
 """
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -313,9 +313,9 @@ class SpeculativeEntries:
 _EVICTION_SLACK: Final = 256
 """When full, this fraction of the limit is evicted at once: an eviction that
 made room for one key only would scan past all earlier deletions each time."""
-_EVICTED_PART: Final = 16
-"""At most this fraction of a replica's keys in a tier goes before the next largest is
-taken from: so none loses all while others, hardly smaller, lose nothing."""
+_EVICTED_PART: Final = 8
+"""At most this fraction of a replica's keys in a tier goes before the next largest is taken from:
+so none loses all while others, hardly smaller, lose nothing. Each costs a walk over its keys."""
 _KEYS_PER_TICK: Final = 10_000
 """Keys whose claims end, and keys whose bits are cleared, in one `tick`: some 10 ms each."""
 _KEYS_PER_CLAIM: Final = 12
@@ -327,13 +327,18 @@ class PrefixIndex:
 
     A key counts once for each replica and tier that holds it, and once for each claim; those of a
     forgotten replica count until they are swept. Beyond the limit the oldest claims go first, then
-    the oldest keys of the largest holdings; ``evicted`` counts both.
+    keys of the largest holdings: the chains that were not used for longest, from their ends. No
+    key goes before those that follow it in a prompt, which would be useless without it.
+    ``evicted`` counts claims and keys.
     """
 
     def __init__(self, max_keys: int) -> None:
         self.max_keys = max_keys
         self.evicted = 0
-        self._held: dict[int, dict[KvTier, dict[int, int]]] = {}
+        # Each key with the one before it in its prompt, if known, in the order of their use.
+        self._held: dict[int, dict[KvTier, dict[int, int | None]]] = {}
+        # Copies besides the first, of the few keys that have any.
+        self._copies: dict[tuple[int, KvTier], dict[int, int]] = {}
         self._claims = SpeculativeEntries()
         # On the GPU: known or believed. Lower: in any of the other tiers.
         self._on_gpu = Holders()
@@ -358,18 +363,32 @@ class PrefixIndex:
         return len(self._claims.of(replica))
 
     def add(
-        self, replica: int, tier: KvTier, keys: Sequence[int], *, counted: bool = False
+        self,
+        replica: int,
+        tier: KvTier,
+        keys: Sequence[int],
+        *,
+        parent: int | None = None,
+        counted: bool = False,
     ) -> None:
         """Note that a replica holds keys in a tier; what was believed of them is now known.
 
-        With ``counted`` a key added twice must be removed twice: vLLM reports each physical copy
-        of a block, and the second one outlives the first.
+        ``keys`` follow each other in a prompt, after ``parent``. If they do not, they are only
+        evicted in a worse order. With ``counted`` a key added twice must be removed twice: vLLM
+        reports each physical copy of a block, and the second one outlives the first.
         """
         held = self._held.setdefault(replica, {}).setdefault(tier, {})
+        copies = self._copies.setdefault((replica, tier), {})
         before = len(held)
         believed = self._claims.of(replica) if tier is KvTier.GPU else None
         for key in keys:
-            held[key] = held.get(key, 0) + 1 if counted else 1
+            if key not in held:
+                held[key] = parent
+            elif counted:
+                copies[key] = copies.get(key, 0) + 1
+            elif copies:
+                copies.pop(key, None)
+            parent = key
             if believed:
                 believed.pop(key, None)
         self._known += len(held) - before
@@ -379,14 +398,16 @@ class PrefixIndex:
     def remove(self, replica: int, tier: KvTier, keys: Iterable[int]) -> None:
         """Note that a replica lost keys (one copy of each); unknown ones are ignored."""
         held = self._held.setdefault(replica, {}).setdefault(tier, {})
+        copies = self._copies.setdefault((replica, tier), {})
         before = len(held)
         believed = self._claims.of(replica) if tier is KvTier.GPU else None
         gone: list[int] = []
         for key in keys:
-            copies = held.pop(key, 0)
-            if copies > 1:
-                held[key] = copies - 1
+            if copies and (more := copies.pop(key, 0)):
+                if more > 1:
+                    copies[key] = more - 1
                 continue
+            held.pop(key, None)
             gone.append(key)
             if believed:
                 believed.pop(key, None)
@@ -405,6 +426,7 @@ class PrefixIndex:
         tiers = tuple(KvTier) if tiers is None else tiers
         for tier in tiers:
             forgotten = held.pop(tier, {})
+            self._copies.pop((replica, tier), None)
             self._known -= len(forgotten)
             self._leave_bits(replica, tier, forgotten)
         if KvTier.GPU in tiers:
@@ -424,6 +446,17 @@ class PrefixIndex:
         self._on_gpu.add(replica, keys)
         self._make_room()
         return claim
+
+    def use(self, replica: int, keys: Sequence[int], chunks: Sequence[int]) -> None:
+        """Note that a request uses what a replica holds of a prompt: that is evicted last.
+
+        ``keys`` are those of its blocks, ``chunks`` of its chunks.
+        """
+        for tier, held in self._held.get(replica, {}).items():
+            used = reversed(keys if tier is KvTier.GPU else chunks)
+            # The last one stands for those before it, which are not evicted before it.
+            if held and (last := next(filter(held.__contains__, used), None)) is not None:
+                held[last] = held.pop(last)
 
     def withdraw(self, claim: SpeculativeEntry) -> None:
         """End a claim before its time; what another one claims too stays believed."""
@@ -521,7 +554,9 @@ class PrefixIndex:
         self._claims.check()
         holdings = [keys for tiers in self._held.values() for keys in tiers.values()]
         assert sum(map(len, holdings)) == self._known
-        assert all(copies >= 1 for keys in holdings for copies in keys.values())
+        for (replica, tier), copies in self._copies.items():
+            assert copies.keys() <= self._held.get(replica, {}).get(tier, {}).keys()
+            assert all(more >= 1 for more in copies.values())
         assert sum(stale.count for stale in self._stale) == self._to_sweep
         assert len(self) <= self.max_keys
         on_gpu: dict[int, int] = {}
@@ -568,20 +603,38 @@ class PrefixIndex:
             self._evict_known(count)
 
     def _evict_known(self, count: int) -> None:
-        """Take the oldest keys of the largest holdings, a part of each, ``count`` at most."""
+        """Take keys of the largest holdings, a part of each, ``count`` at most."""
         holdings = [
             (len(keys), replica, tier)
             for replica, tiers in self._held.items()
             for tier, keys in tiers.items()
         ]
         for size, replica, tier in sorted(holdings, key=itemgetter(0), reverse=True):
-            held = self._held[replica][tier]
-            oldest = list(islice(held, min(count, 1 + size // _EVICTED_PART)))
-            for key in oldest:
+            held, copies = self._held[replica][tier], self._copies[replica, tier]
+            ends = _chain_ends(held, min(count, 1 + size // _EVICTED_PART))
+            for key in ends:
                 del held[key]
-            self._clear_bits(replica, tier, oldest)
-            self._known -= len(oldest)
-            self.evicted += len(oldest)
-            count -= len(oldest)
+                copies.pop(key, None)
+            self._clear_bits(replica, tier, ends)
+            self._known -= len(ends)
+            self.evicted += len(ends)
+            count -= len(ends)
             if not count:
                 break
+
+
+def _chain_ends(parents: Mapping[int, int | None], count: int) -> list[int]:
+    """Return keys that none of the others follows, oldest chain first, each from its end."""
+    children = Counter(parents.values())
+    ends: dict[int, None] = {}
+    for key in parents:
+        at: int | None = key
+        while at is not None and at in parents and at not in ends and not children[at]:
+            ends[at] = None
+            if len(ends) >= count:
+                return list(ends)
+            at = parents[at]
+            children[at] -= 1
+    # What is left follows itself: such links come from keys that did not follow each other.
+    ends.update(dict.fromkeys(islice(filterfalse(ends.__contains__, parents), count - len(ends))))
+    return list(ends)

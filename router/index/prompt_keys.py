@@ -213,6 +213,14 @@ class PromptKeyCache:
             self._made[name] = _by_text(prompt) if name is None else _by_tokens(prompt, *name)
         return self._made[name]
 
+    def make(self, kinds: Iterable[tuple[KeyShape | None, Mapping[str, str]]]) -> None:
+        """Make the keys for replicas of these shapes and adapters, so that `of` only returns them.
+
+        For long prompts; may run in a thread while nothing else uses the prompt.
+        """
+        for shape, adapters in kinds:
+            self.of(shape, adapters)
+
     def affinity(self, session: str | None) -> bytes:
         """Return what requests that should meet have in common, whatever the scheme.
 

@@ -96,6 +96,14 @@ TemplateFor = Callable[[bool], ChatTemplate | None]
 """The template used for a request (with tools or not)."""
 
 
+def too_long(tokens: int, max_tokens: int) -> BadRequestError:
+    """Return the error for a prompt that no replica's context takes."""
+    return BadRequestError(
+        f"the prompt has {tokens} tokens, and the model's context takes {max_tokens}",
+        code="context_length_exceeded",
+    )
+
+
 def read_input(endpoint: str, body: Body, template_for: TemplateFor) -> PromptInput:
     """Return the prompt of ``body``.
 
@@ -305,6 +313,11 @@ _UNSURE_TOKENS: Final = 8
 # that reaches past the medium.
 _FEWEST_TOKENS: Final = 256
 
+# A text with more characters than this for each token that the model takes is not tokenized: texts
+# have half as many, and the replica will refuse it.
+_LONG_TOKEN_CHARS: Final = 16
+_TOO_LONG: Final = "it is longer than what the model's context takes"
+
 # Where a replica may choose an adapter by the kinds of content.
 _CHATS: Final = frozenset({"/v1/chat/completions", "/v1/messages"})
 
@@ -355,10 +368,17 @@ class Drafter:
             return self._templates["tool_use"]
         return self._templates.get("default")
 
-    def draft(self, endpoint: str, body: Body, trust_in: Callable[[PromptInput], Trust]) -> Draft:
+    def draft(
+        self,
+        endpoint: str,
+        body: Body,
+        trust_in: Callable[[PromptInput], Trust],
+        max_tokens: int | None = None,
+    ) -> Draft:
         """Return the prompt of a request to ``endpoint``; raise `BadRequestError` for wrong types.
 
-        ``trust_in`` says how far the tokens of an input are trusted.
+        ``trust_in`` says how far the tokens of an input are trusted. Of a prompt that is longer
+        than ``max_tokens`` nothing is tokenized, if its length says so.
         """
         salt = _cache_salt(body) if endpoint != "/tokenize" else None
         messages = body.get("messages")
@@ -366,7 +386,7 @@ class Drafter:
             given = read_input(endpoint, body, self.template)
             if isinstance(given, ChatInput):
                 messages = given.messages
-            draft = self._draft(given, trust_in(given))
+            draft = self._draft(given, trust_in(given), max_tokens)
         except UnsupportedInputError as reason:
             draft = self._of_text(_stand_in(body), str(reason))
         model = body.get("model")
@@ -382,18 +402,20 @@ class Drafter:
 
         return Draft(completed, draft.cut, draft.chars)
 
-    def _draft(self, given: PromptInput, trust: Trust) -> Draft:
+    def _draft(self, given: PromptInput, trust: Trust, max_tokens: int | None) -> Draft:
         if isinstance(given, TextInput):
             if isinstance(given.prompt, list):
+                if max_tokens and len(given.prompt) > max_tokens and given.truncation is None:
+                    raise too_long(len(given.prompt), max_tokens)
                 return self._of_ids(given, given.prompt)
-            return self._of_known_text(given.prompt, given, trust)
+            return self._of_known_text(given.prompt, given, trust, max_tokens)
         if self._model is None:
             raise UnsupportedInputError("there is no tokenizer")
         shown = media.show_as_text(given.messages)
         if shown.modality_of:
-            return self._with_media(self._model, given, trust, shown)
+            return self._with_media(self._model, given, trust, shown, max_tokens)
         text, _ = self._rendered(self._model, given)
-        return self._of_known_text(text, given, trust)
+        return self._of_known_text(text, given, trust, max_tokens)
 
     def _rendered(
         self, model: _Model, given: ChatInput, conversation: Sequence[Message] | None = None
@@ -423,13 +445,17 @@ class Drafter:
             )
         )
 
-    def _of_known_text(self, text: str, given: PromptInput, trust: Trust) -> Draft:
+    def _of_known_text(
+        self, text: str, given: PromptInput, trust: Trust, max_tokens: int | None
+    ) -> Draft:
         """Return the prompt of a text that is what the replica tokenizes."""
         model = self._model
         if model is None:
             return self._of_text(text, "there is no tokenizer")
         if trust is Trust.REFUTED:
             return self._of_text(text, _refuted(model))
+        if max_tokens and len(text) > max_tokens * _LONG_TOKEN_CHARS:
+            return self._of_text(text, _TOO_LONG)
 
         def prompt_of(pieces: list[Piece]) -> Prompt:
             every = _ids_of(pieces)
@@ -446,12 +472,19 @@ class Drafter:
         return Draft(prompt_of, _cut(model.encoder, text, given), len(text))
 
     def _with_media(
-        self, model: _Model, given: ChatInput, trust: Trust, shown: media.Shown
+        self,
+        model: _Model,
+        given: ChatInput,
+        trust: Trust,
+        shown: media.Shown,
+        max_tokens: int | None,
     ) -> Draft:
         """Return a prompt whose tokens end before its first medium."""
         doubt = _no_start(model, given, trust, shown)
         text, conversation = self._rendered(model, replace(given, messages=shown.messages))
         start = ""
+        if max_tokens and len(text) > max_tokens * _LONG_TOKEN_CHARS:
+            doubt = _TOO_LONG
         if doubt is None:
             doubt = "what stands from the first medium on has no keys that could be known"
             real, _ = self._rendered(model, given, media.put_back(conversation, shown))

@@ -14,6 +14,7 @@ from warmroute_common.keys import TEXT_PIECE_CHARS, HashScheme, prompt_extra_key
 CHARS_PER_TOKEN: Final = 4
 """How many characters a token has, where that is not known."""
 
+_JOINED_TOKENS: Final = 8192
 _AFFINITY_TOKENS: Final = 256
 _AFFINITY_CHARS: Final = 1024
 
@@ -60,7 +61,10 @@ class Prompt:
     def text(self) -> str:
         """The rendered prompt; something that stands for it where it is not text."""
         if self.rendered is None:
-            self.rendered = " ".join(map(str, self.token_ids or ()))
+            ids = self.token_ids or ()
+            # In parts, between which other threads may run.
+            parts = (ids[at : at + _JOINED_TOKENS] for at in range(0, len(ids), _JOINED_TOKENS))
+            self.rendered = " ".join(" ".join(map(str, part)) for part in parts)
         return self.rendered
 
     @property

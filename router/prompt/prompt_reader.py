@@ -20,15 +20,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import aiohttp
 
 from router.config.settings import TokenizerConfig
-from router.prompt import media
 from router.prompt.chat_template import read_source
-from router.prompt.drafter import Body, Draft, Drafter, PromptInput, TextInput
-from router.prompt.prompt import CHARS_PER_TOKEN, Prompt
+from router.prompt.drafter import Body, Draft, Drafter, PromptInput, TextInput, too_long
+from router.prompt.prompt import Prompt
 from router.prompt.token_cache import Memo
 from router.prompt.token_trust import CHAT_PROBES, TEXT_PROBES, Agreement, Trust, compare
 from router.prompt.tokenizer_files import TokenizerFiles, load_directory
@@ -46,14 +45,8 @@ A shorter one keeps all cores busy for some milliseconds. In a thread it took 30
 machine, because the thread waits for the event loop again and again.
 """
 
-_LONG_CHARS: Final = 512 * 1024
-"""A prompt with more characters, in the memo or not, is also rendered and assembled in a thread."""
-
-_MAX_CHARS_PER_BYTE: Final = CHARS_PER_TOKEN / 2
-"""A token id in a list takes two bytes or more, and counts as `CHARS_PER_TOKEN`."""
-
-_PROMPT_FIELDS: Final = ("messages", "input", "prompt", "system", "tools")
-"""The fields of a body that hold its prompt."""
+LARGE_BODY_BYTES: Final = 256 * 1024
+"""A larger body is parsed, rendered and assembled in a thread, whatever of it is in the memo."""
 
 
 class ReadingTurns:
@@ -149,17 +142,28 @@ class PromptReader:
         source = None if chat_template is None else read_source(Path(chat_template))
         return cls(load_directory(Path(path)), chat_template=source, memo=memo)
 
-    async def read(self, endpoint: str, body: Body, body_bytes: float = inf) -> Prompt:
+    async def read(
+        self, endpoint: str, body: Body, body_bytes: float = 0, max_tokens: int | None = None
+    ) -> Prompt:
         """Return the prompt of a request to ``endpoint``; raise `BadRequestError` for wrong types.
 
-        Long work runs in a thread and does not block the event loop. ``body_bytes`` is the
-        body's length, where it is known.
+        A prompt of more than ``max_tokens`` is a `BadRequestError` too; a text that is far longer
+        is not tokenized. Long work runs in a thread and does not block the event loop.
+        ``body_bytes`` is the body's length as it was sent.
         """
-        if _MAX_CHARS_PER_BYTE * body_bytes > _LONG_CHARS and _rough_chars(body) > _LONG_CHARS:
-            draft = await asyncio.to_thread(self._draft, endpoint, body)
+        prompt = await self._read(endpoint, body, body_bytes, max_tokens)
+        if max_tokens is not None and prompt.exact and prompt.token_count > max_tokens:
+            raise too_long(prompt.token_count, max_tokens)
+        return prompt
+
+    async def _read(
+        self, endpoint: str, body: Body, body_bytes: float, max_tokens: int | None
+    ) -> Prompt:
+        if body_bytes > LARGE_BODY_BYTES:
+            draft = await asyncio.to_thread(self._draft, endpoint, body, max_tokens)
             async with self._turns.turn(draft.chars):
                 return await asyncio.to_thread(draft.finish)
-        draft = self._draft(endpoint, body)
+        draft = self._draft(endpoint, body, max_tokens)
         if _has_much_new(draft):
             async with self._turns.turn(draft.chars):
                 # Of a burst with one beginning the first has read it for the others meanwhile.
@@ -211,8 +215,8 @@ class PromptReader:
         self._texts.forget(replica_url)
         self._chats.forget(replica_url)
 
-    def _draft(self, endpoint: str, body: Body) -> Draft:
-        return self._drafter.draft(endpoint, body, self._trust)
+    def _draft(self, endpoint: str, body: Body, max_tokens: int | None = None) -> Draft:
+        return self._drafter.draft(endpoint, body, self._trust, max_tokens)
 
     def _trust(self, given: PromptInput) -> Trust:
         is_text = isinstance(given, TextInput) or self._texts.trust is Trust.REFUTED
@@ -229,24 +233,6 @@ def _has_much_new(draft: Draft) -> bool:
     if draft.cut is None or draft.chars <= _INLINE_CHARS:
         return False
     return draft.cut.new_chars() > _INLINE_CHARS
-
-
-def _rough_chars(body: Body) -> int:
-    """Return about how many characters of prompt a body has; media have none."""
-    size = 0
-    waiting: list[Any] = [body.get(key) for key in _PROMPT_FIELDS]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, str):
-            size += len(value)
-        elif isinstance(value, dict):
-            waiting.extend(one for key, one in value.items() if key not in media.FIELDS)
-        elif isinstance(value, list):
-            if value and isinstance(value[0], int):
-                size += CHARS_PER_TOKEN * len(value)
-            else:
-                waiting.extend(value)
-    return size
 
 
 log = logging.getLogger("warmroute.tokenizer")
@@ -271,6 +257,8 @@ class ServedModel:
     """Where it comes from: a directory or a name; the base model's for an adapter."""
     adapter_path: str | None = None
     """Where a LoRA adapter itself comes from, as the replica wrote it; None for a model."""
+    max_model_len: int | None = None
+    """How many tokens its context takes, if the replica tells."""
 
 
 @dataclass(kw_only=True)
@@ -312,6 +300,20 @@ class PromptSource:
         if model is None and len(self._by_root) == 1:
             return next(iter(self._by_root.values()))
         return self._by_root.get(self._root_of.get(model or "", ""), self._text)
+
+    def max_model_len(self, model: str | None) -> int | None:
+        """Return the longest context of a model at any replica; None if one does not tell.
+
+        Without a name, of all models.
+        """
+        lengths = [
+            each.max_model_len
+            for replica in self._replicas.values()
+            for each in replica.models
+            if model is None or each.id == model
+        ]
+        known = [each for each in lengths if each is not None]
+        return max(known) if known and len(known) == len(lengths) else None
 
     async def learn(
         self,

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final, Protocol
@@ -20,9 +20,9 @@ from router.fleet.decision import Decision
 from router.fleet.fleet import Fleet
 from router.fleet.in_flight import Ticket
 from router.index.prompt_keys import PromptKeyCache
-from router.policy import ParsedRequest, Policy
+from router.policy import ParsedRequest, Plane, Policy
 from router.prompt.prompt import Prompt
-from router.prompt.prompt_reader import PromptSource
+from router.prompt.prompt_reader import LARGE_BODY_BYTES, PromptSource
 from router.proxy.relay import NO_USAGE, Usage
 from router.record.records import Cause, FailedTry, Outcome, RecordReader, RequestRecord
 from router.scheduling.admission import AdmissionController, Admitted
@@ -41,6 +41,8 @@ the replica is well."""
 MAY_BE_REQUESTS: Final = frozenset({Cause.CUT, Cause.ERROR})
 """Causes that may lie in the request: a prompt that kills one engine kills the next one too.
 vLLM's server answers 500 when its engine has died."""
+_LONG_PROMPT_TOKENS: Final = 65_536
+"""The keys of a longer prompt are made in a thread: they take 0.1 ms per thousand new tokens."""
 
 
 class FailureListener(Protocol):
@@ -187,8 +189,18 @@ class RequestLifecycle:
 
     # Read, admit, place, stage
 
+    async def parse(
+        self, plane: Plane, method: str, path: str, headers: Mapping[str, str], body: bytes
+    ) -> ParsedRequest:
+        """Return what routing needs of a request; raise `BadRequestError`: see `Policy.parse`."""
+        if len(body) <= LARGE_BODY_BYTES:
+            return self.policy.parse(plane, method, path, headers, body)
+        return await asyncio.to_thread(self.policy.parse, plane, method, path, headers, body)
+
     async def read(self, asked: ParsedRequest, record: RequestRecord) -> PromptKeyCache:
         """Render and tokenize the prompt; return its keys, which are computed when asked for.
+
+        Clears ``asked.fields``.
 
         Raises `RateLimitedError` before that if the request would be refused in any case.
         """
@@ -198,6 +210,10 @@ class RequestLifecycle:
         began_s = time.monotonic()
         prompt = await self._prompt(asked)
         prompt_keys, record.is_exact = PromptKeyCache(prompt), prompt is not None and prompt.exact
+        asked.fields.clear()  # the request may wait for minutes
+        if prompt_keys.prompt_tokens > _LONG_PROMPT_TOKENS:
+            kinds = [(each.key_shape, each.adapters) for each in self.fleet.replicas.values()]
+            await asyncio.to_thread(prompt_keys.make, kinds)
         record.read_s = time.monotonic() - began_s
         record.step("read", began_s)
         await self._locator.look_up(prompt_keys)
@@ -329,7 +345,7 @@ class RequestLifecycle:
             )
         )
         record.prepared = StagingResult()  # the staged KV was for that replica
-        if cause not in (Cause.ABSENT, Cause.BUSY):
+        if cause not in (Cause.ABSENT, Cause.BUSY, Cause.LOCAL):
             self._failures.suspect(record.replica_id, cause)
 
     # The end
@@ -374,8 +390,13 @@ class RequestLifecycle:
             return None
         reader = self._prompts.reader_for(asked.model)
         try:
-            return await reader.read(asked.endpoint, dict(asked.fields), len(asked.body))
-        except RecursionError:  # orjson reads deeper nesting than templates can walk
+            return await reader.read(
+                asked.endpoint,
+                dict(asked.fields),
+                len(asked.body),
+                self._prompts.max_model_len(asked.model),
+            )
+        except RecursionError:  # what can be parsed may be deeper than templates can walk
             raise BadRequestError("the body's values are nested too deeply") from None
 
     def _to_place(self, asked: ParsedRequest, keys: PromptKeyCache) -> PlacementRequest:

@@ -41,7 +41,7 @@ from warmroute_common.api_errors import (
     UpstreamFailedError,
     UpstreamTimeoutError,
 )
-from warmroute_common.http_server import error_body, read_body, release_body
+from warmroute_common.http_server import error_body, holding, read_body, release_body
 
 _SHARE: Final = 0.2
 """Retries, as a share of the requests that wait for their answer to begin. If more are retries,
@@ -148,7 +148,7 @@ class Retries:
 
 _Begun = tuple[ReplicaAnswer, Ticket]
 """A replica's answer that has begun, and the ticket to release at its end."""
-_NOT_BEGUN: Final = (Cause.CONNECT, Cause.ABSENT)
+_NOT_BEGUN: Final = (Cause.CONNECT, Cause.LOCAL, Cause.ABSENT)
 """Causes after which the replica has certainly not begun with the request."""
 _NOT_TAKEN: Final = (*_NOT_BEGUN, Cause.BUSY, Cause.STATUS)
 """Causes after which the replica has most likely done nothing for the request."""
@@ -249,17 +249,18 @@ class Proxy:
         request, record = client.request, client.record
         body = await read_body(request)
         await self._lifecycle.one_per_tick.enter()
-        asked = self._lifecycle.policy.parse(
+        asked = await self._lifecycle.parse(
             Plane.PROXY, request.method, request.path, request.headers, body
         )
         if (grant := request.get(GRANT)) is not None:
             grant.check_model(asked.model)
             asked = replace(asked, session=grant.own_session(asked.session))
-        prompt_keys = await self._lifecycle.read(asked, record)
         if charge is not None:
-            charge.take(
-                asked, prompt_keys.prompt_tokens, time.monotonic(), is_exact=record.is_exact
-            )
+            await charge.estimate(asked)
+        with holding(request, asked.parsed_bytes):
+            prompt_keys = await self._lifecycle.read(asked, record)
+        if charge is not None:
+            charge.take(prompt_keys.prompt_tokens, time.monotonic(), is_exact=record.is_exact)
         with self._retries.counting():
             return await self._send(client, asked, prompt_keys)
 
@@ -413,7 +414,7 @@ class Proxy:
         """Raise the error of a request whose tries all failed."""
         tried = "; ".join(f"{each.replica_id}: {each.cause}" for each in record.failed_tries)
         match record.failed_tries[-1].cause:
-            case Cause.CONNECT:
+            case Cause.CONNECT | Cause.LOCAL:
                 retry_after_s = max(1, ceil(self._config.timeouts.health_interval_s))
                 raise NoReplicaError(
                     f"no replica could be reached ({tried})", retry_after_s=retry_after_s

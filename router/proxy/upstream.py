@@ -38,7 +38,7 @@ from router.proxy.sse import StreamOpening
 from router.record.records import Cause
 from warmroute_common.admin_token import HEADER as ADMIN_HEADER
 from warmroute_common.config_reader import describe
-from warmroute_common.connection_errors import connection_problem
+from warmroute_common.connection_errors import connection_problem, is_exhausted, is_unresolved
 
 _SWITCHING_PROTOCOLS: Final = 101
 RETRYABLE: Final = MappingProxyType(
@@ -334,7 +334,9 @@ class Upstream:
                 wait_s = self._timeouts.first_byte_s
                 return AttemptFailedError(Cause.TIMEOUT, f"no first byte within {wait_s} s")
             case aiohttp.ClientConnectorError():
-                return AttemptFailedError(Cause.CONNECT, connection_problem(error, url))
+                is_own = is_exhausted(error) or is_unresolved(error)
+                cause = Cause.LOCAL if is_own else Cause.CONNECT
+                return AttemptFailedError(cause, connection_problem(error, url))
             case aiohttp.ClientError() | OSError():
                 return AttemptFailedError(Cause.CUT, describe(error))
         return None

@@ -1,5 +1,6 @@
 """Prometheus metrics: a reader of `RequestRecord`, and gauges read when scraped."""
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple
 from types import MappingProxyType
@@ -12,7 +13,7 @@ from prometheus_client.registry import Collector
 from router.fleet.breaker import Circuit
 from router.fleet.fleet import Fleet
 from router.fleet.replica import ReplicaState
-from router.record.records import RequestRecord
+from router.record.records import Cause, RequestRecord
 from router.staging.stager import StagingResult
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -107,6 +108,7 @@ _GAUGES: Final = {
         ["replica", "part"],
     ),
     "table_entries": ("Entries in the router's bounded tables", ["table"]),
+    "index_max_keys": ("Entries that the prefix index may have", []),
 }
 
 
@@ -130,10 +132,26 @@ _REFUSED: Final = (
     "administration's), model (may not be asked), requests, tokens (used up for the moment)"
 )
 
+_EVICTED: Final = (
+    "Keys that the prefix index dropped because it was full: what replicas hold of them is not "
+    "matched any more"
+)
+
 _DROPPED: Final = (
     "Records of requests that were not written, since they came too fast or writing failed: "
     "request_log"
 )
+
+
+class _Collected(Collector):
+    """Metrics as they were when they were read."""
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        """Return them."""
+        return self._metrics
 
 
 class Metrics(Collector):
@@ -162,7 +180,7 @@ class Metrics(Collector):
         self._reloads = reloads
         self._dropped = dropped
         registry = self._registry = CollectorRegistry()
-        registry.register(self)
+        self._rendering = asyncio.Lock()
         self._counters = {
             name: Counter(f"warmroute_{name}", text, labels, registry=registry)
             for name, (text, labels) in _COUNTERS.items()
@@ -182,7 +200,8 @@ class Metrics(Collector):
         status = str(record.status) if record.status is not None else "none"
         self._count("requests", record.endpoint, replica, status, record.outcome)
         for each in record.failed_tries:
-            self._count("failed_tries", self._label(each.replica_id), each.cause)
+            at_fault = None if each.cause is Cause.LOCAL else each.replica_id
+            self._count("failed_tries", self._label(at_fault), each.cause)
         if record.reason is not None:
             self._count("decisions", record.reason)
         if record.rejected is not None:
@@ -203,10 +222,17 @@ class Metrics(Collector):
         if known is not None and known.reads_late(record.matched_tokens):
             self._count("prefetches", replica, "impossible")
 
-    def render(self) -> bytes:
-        """Return the text that Prometheus scrapes, without the replicas that have left."""
-        self._forget(self._shown - {*self._fleet.replicas, _NO_REPLICA, _REMOVED})
-        return generate_latest(self._registry)
+    async def render(self) -> bytes:
+        """Return the text that Prometheus scrapes, without the replicas that have left.
+
+        The text is made in a thread: for hundreds of replicas that takes long.
+        """
+        async with self._rendering:
+            self._forget(self._shown - {*self._fleet.replicas, _NO_REPLICA, _REMOVED})
+            shown = CollectorRegistry()
+            shown.register(_Collected(self.collect()))
+            shown.register(self._registry)
+            return await asyncio.to_thread(generate_latest, shown)
 
     def collect(self) -> Iterable[Metric]:
         """Return the gauges, read from the fleet at each scrape and not stored."""
@@ -234,6 +260,9 @@ class Metrics(Collector):
                 for unit, values in (("ratio", errors.ratio), ("seconds", errors.seconds)):
                     for quantile, value in zip(_QUANTILES, astuple(values), strict=True):
                         show(f"ttft_prediction_error_{unit}", value, each.id, quantile)
+        show("index_max_keys", self._fleet.index.max_keys)
+        evicted = CounterMetricFamily("warmroute_index_evicted_keys", _EVICTED)
+        evicted.add_metric([], self._fleet.index.evicted)
         for table, count in self._sizes().items():
             show("table_entries", count, table)
         lmcache_events = CounterMetricFamily("warmroute_lmcache", _LMCACHE, labels=["what"])
@@ -248,7 +277,7 @@ class Metrics(Collector):
         dropped = CounterMetricFamily("warmroute_records_dropped", _DROPPED, labels=["where"])
         for where, count in self._dropped().items():
             dropped.add_metric([where], count)
-        return [*gauges.values(), openings, lmcache_events, refused, reloads, dropped]
+        return [*gauges.values(), openings, evicted, lmcache_events, refused, reloads, dropped]
 
     def _label(self, replica_id: str | None) -> str:
         if replica_id is None:

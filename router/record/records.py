@@ -97,6 +97,9 @@ class Cause(StrEnum):
 
     CONNECT = "connect"
     """No connection: refused, unreachable, or not in time."""
+    LOCAL = "local"
+    """No connection, and no fault of the replica: the router has no file descriptor or memory
+    left for one, or could not resolve the host name."""
     CUT = "cut"
     """The connection broke before the answer's first content."""
     ERROR = "error"

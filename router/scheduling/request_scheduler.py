@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import chain, islice
-from typing import Final
+from typing import Final, TypeAlias
 
 import xxhash
 
@@ -34,8 +34,11 @@ from router.scheduling.scorer import (
 )
 from warmroute_common.api_errors import NoReplicaError, UnknownModelError
 
-_MAX_VIEWS: Final = 64
-"""Models with a kept view: clients choose the names if replicas do not report theirs."""
+_MAX_VIEWS: Final = 256
+"""Views kept: clients choose models' names if replicas do not report theirs; gateways, subsets."""
+
+_Asked: TypeAlias = tuple[str | None, frozenset[str], str | None, frozenset[str] | None]
+"""A model, excluded replicas, the one that a request is bound to, and those it may go to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +93,11 @@ class EligibleReplicas:
 
 
 class ReplicaFilter:
-    """Finds the replicas that may answer, and keeps them per model until the fleet changes."""
+    """Finds the replicas that may answer, and keeps them per question until the fleet changes."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._views: dict[str | None, EligibleReplicas] = {}
+        self._views: dict[_Asked, EligibleReplicas] = {}
         self._version = fleet.replicas.version
         """`Replicas.version` that the views belong to."""
 
@@ -109,17 +112,17 @@ class ReplicaFilter:
 
         Raises `UnknownModelError` or `NoReplicaError` if there is none.
         """
-        if exclude or bound_to is not None or among is not None:
-            return self._find(model, exclude, bound_to, among)
         if self._version != self._fleet.replicas.version:
             self._version = self._fleet.replicas.version
             self._views.clear()
-        view = self._views.get(model)
+        subset = None if among is None else frozenset(among)
+        asked = (model, frozenset(exclude), bound_to, subset)
+        view = self._views.get(asked)
         if view is None:
-            view = self._find(model, (), None, None)
+            view = self._find(*asked)
             if len(self._views) >= _MAX_VIEWS:
-                self._views.clear()
-            self._views[model] = view
+                del self._views[next(iter(self._views))]
+            self._views[asked] = view
         return view
 
     def _find(
@@ -139,13 +142,13 @@ class ReplicaFilter:
         if not serving:
             raise UnknownModelError(model, self._fleet.models())
         # By replica, not by id: a replica may have been renamed since it was tried.
-        tried = [replicas.find(each) for each in exclude]
+        tried = {replicas.find(each) for each in exclude}
         left = [each for each in serving if each not in tried]
         if bound_to is not None:
             bound = replicas.find(bound_to)
             left = [each for each in left if each is bound]
         if among is not None:
-            named = [replicas.find(each) for each in among]
+            named = {replicas.find(each) for each in among}
             left = [each for each in left if each in named]
         for state in (ReplicaState.UP, ReplicaState.UNKNOWN):
             if in_state := [each for each in left if each.state is state]:
@@ -165,7 +168,7 @@ def _key_groups(replicas: Sequence[Replica]) -> list[KeyGroup]:
 
 
 def _why_none(
-    serving: Sequence[Replica], tried: Sequence[Replica | None], bound_to: str | None
+    serving: Sequence[Replica], tried: Collection[Replica | None], bound_to: str | None
 ) -> str:
     states = ", ".join(
         f"{each.id} {'was tried' if each in tried else each.state}" for each in serving

@@ -31,6 +31,8 @@ class Scripted:
     models: list[str] = field(default_factory=lambda: ["m"])
     entries: list[dict[str, object]] | None = None
     """What ``/v1/models`` lists, where ``models`` do not suffice."""
+    listings: int = 0
+    """How often ``/v1/models`` was asked."""
     metrics: str = ""
     """What ``/metrics`` says."""
     healthy: bool = True
@@ -81,6 +83,7 @@ class Scripted:
         return web.Response(text=self.metrics)
 
     async def list_models(self, request: web.Request) -> web.Response:
+        self.listings += 1
         models = self.entries or [
             {"id": name, "object": "model", "owned_by": "test"} for name in self.models
         ]

@@ -10,6 +10,8 @@ import pytest
 from router.app import ticking
 from router.config.settings import RouterConfig
 from router.fleet.fleet import Fleet
+from router.index.prefix_index import PrefixIndex
+from router.index.prompt_keys import KvTier
 from router.policy import Plane, Policy
 from router.prompt.prompt_reader import local_model
 from router.proxy.lifecycle import ResponseOwners
@@ -72,7 +74,7 @@ async def test_a_tick_that_fails_is_told_and_not_the_last(
 ) -> None:
     monkeypatch.setattr("router.app._TICK_S", 0.0)
     again = asyncio.Event()
-    fleet = Mock(Fleet)
+    fleet = Mock(Fleet, index=PrefixIndex(1))
 
     def tick(now_s: float) -> None:
         if fleet.tick.call_count == 1:
@@ -84,3 +86,27 @@ async def test_a_tick_that_fails_is_told_and_not_the_last(
     await again.wait()
     task.cancel()
     assert "once" in caplog.text
+
+
+async def test_a_full_index_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("router.app._TICK_S", 0.0)
+    again = asyncio.Event()
+    fleet = Mock(Fleet, index=PrefixIndex(2))
+
+    def tick(now_s: float) -> None:
+        if fleet.tick.call_count == 2:
+            assert not caplog.records
+            fleet.index.add(0, KvTier.GPU, [1, 2, 3])
+        elif fleet.tick.call_count == 9:
+            again.set()
+
+    fleet.tick.side_effect = tick
+    task = asyncio.create_task(ticking(fleet))
+    await again.wait()
+    task.cancel()
+    assert [each.message for each in caplog.records] == [
+        "the prefix index is full (2 keys): KV that replicas hold is no longer matched; "
+        "raise index.max_keys"
+    ]

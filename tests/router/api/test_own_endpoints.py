@@ -26,6 +26,17 @@ async def test_models_are_merged(fleet: Fleet, client: aiohttp.ClientSession) ->
         assert response.status == 404
 
 
+async def test_a_question_for_models_asks_no_replica(
+    fleet: Fleet, client: aiohttp.ClientSession
+) -> None:
+    router = await fleet.router(timeouts=TimeoutsConfig(health_interval_s=3600))
+    asked = fleet.one.listings, fleet.two.listings
+    for _ in range(20):
+        async with client.get(f"{router.url}/v1/models") as response:
+            assert [each["id"] for each in (await response.json())["data"]] == ["m"]
+    assert (fleet.one.listings, fleet.two.listings) == asked == (1, 1)
+
+
 async def test_a_model_is_asked_of_who_serves_it(
     fleet: Fleet, client: aiohttp.ClientSession
 ) -> None:

@@ -1,9 +1,14 @@
 """Which replicas are up, found by probes at intervals and by failed requests."""
 
 import asyncio
+import errno
+import os
+import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import Mock
 
 import aiohttp
 import pytest
@@ -103,17 +108,28 @@ async def test_all_is_known_once_it_has_started(session: aiohttp.ClientSession) 
         assert heard.served == [[ServedModel(id="m", root="m")]]
 
 
-async def test_a_replica_whose_first_probe_takes_long_holds_up_nobody(
+async def test_a_replica_is_up_while_its_tokens_are_compared(
     session: aiohttp.ClientSession, eventually: Wait, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has answered that it is well, and takes its time to tell what it serves."""
+    """Its models are known by then. So is a replica that comes back, however busy it is."""
     monkeypatch.setattr("router.feeds.health_monitor._FIRST_PROBES_S", 0.01)
     heard = Heard()
     heard.may_learn.clear()
-    async with scripted() as replica, monitoring(session, replica.url, heard):
-        assert heard.states == []
+    async with (
+        scripted() as replica,
+        monitoring(session, replica.url, heard, health_interval_s=0.01) as monitor,
+    ):
+        await eventually(lambda: "r up" in heard.states)
+        (watched,) = monitor._watched
+        assert watched.models == frozenset({"m"})
+        await eventually(lambda: len(heard.served) == 1)
+        replica.healthy = False
+        await eventually(lambda: heard.states[-1] == "r down")
+        replica.healthy = True
+        await eventually(lambda: heard.states[-1] == "r up")
+        assert len(heard.served) == 1, "the first comparison has not ended"
         heard.may_learn.set()
-        await eventually(lambda: heard.states == ["r up"])
+        await eventually(lambda: len(heard.served) == 2)
 
 
 @pytest.mark.parametrize(
@@ -186,12 +202,12 @@ async def test_ill_and_well_again(
         monitoring(session, replica.url, heard, health_interval_s=0.01),
     ):
         replica.healthy = False
-        await eventually(lambda: len(heard.states) == 2)
+        await eventually(lambda: heard.states[-1] == "r down")
         replica.healthy = True
-        await eventually(lambda: len(heard.states) == 3)
-    assert heard.states == ["r up", "r down", "r up"]
+        await eventually(lambda: len(heard.served) == 2)
+    assert [*dict.fromkeys(heard.states)] == ["r up", "r down"]
+    assert heard.states[-1] == "r up"
     assert f"r ({replica.url}) is down: /health answers 503" in caplog.text
-    assert len(heard.served) == 2, "who comes back may serve other models"
 
 
 @pytest.mark.parametrize(
@@ -210,33 +226,92 @@ async def test_a_replica_that_cannot_be_reached(
     assert f"r ({url}) is down: {problem}" in caplog.text
 
 
-async def test_a_failed_request_is_believed_and_checked_at_once(
-    session: aiohttp.ClientSession, eventually: Wait, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("cause", [Cause.CONNECT, Cause.CUT])
+async def test_a_failed_request_is_only_a_reason_to_ask(
+    session: aiohttp.ClientSession,
+    eventually: Wait,
+    caplog: pytest.LogCaptureFixture,
+    cause: Cause,
 ) -> None:
     heard = Heard()
     async with (
         scripted() as replica,
         monitoring(session, replica.url, heard, health_interval_s=3600) as monitor,
     ):
-        monitor.suspect("r", Cause.CONNECT)
-        assert heard.states[1] == "r down"
-        assert "is down: a request found nobody listening" in caplog.text
-        await eventually(lambda: len(heard.states) == 3)
-    assert heard.states[2] == "r up", "found well by the probe that the suspicion caused"
-
-
-async def test_a_cut_request_is_only_a_reason_to_ask(
-    session: aiohttp.ClientSession, eventually: Wait
-) -> None:
-    heard = Heard()
-    async with (
-        scripted() as replica,
-        monitoring(session, replica.url, heard, health_interval_s=3600) as monitor,
-    ):
-        replica.healthy = False
-        monitor.suspect("r", Cause.CUT)
+        monitor.suspect("r", cause)
         assert heard.states == ["r up"]
         await eventually(lambda: len(heard.states) == 2)
+        assert heard.states == ["r up", "r up"]
+        assert "is down" not in caplog.text
+        replica.healthy = False
+        monitor.suspect("r", cause)
+        await eventually(lambda: len(heard.states) == 3)
+    assert heard.states[2] == "r down"
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
+async def test_a_router_without_resources_finds_no_replica_down(
+    session: aiohttp.ClientSession,
+    eventually: Wait,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+) -> None:
+    heard = Heard()
+    probes = fail_to_connect(session, monkeypatch, OSError(number, os.strerror(number)))
+    async with (
+        scripted() as replica,
+        monitoring(session, replica.url, heard, health_interval_s=0.001),
+    ):
+        probes.fail = True
+        failed = probes.failed
+        await eventually(lambda: probes.failed > failed + 10)
+        assert "r down" not in heard.states
+    assert caplog.text.count("the router has no resources to probe replicas") == 1
+
+
+async def test_a_name_that_is_not_resolved_counts_only_after_a_while(
+    session: aiohttp.ClientSession, eventually: Wait, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = Heard()
+    probes = fail_to_connect(session, monkeypatch, socket.gaierror(socket.EAI_AGAIN, "try again"))
+    async with (
+        scripted() as replica,
+        monitoring(session, replica.url, heard, health_interval_s=3600) as monitor,
+    ):
+        probes.fail = True
+        for each in range(1, 4):
+            assert heard.states == ["r up"]
+            monitor.suspect("r", Cause.CUT)
+            await eventually(lambda: probes.failed == each)  # noqa: B023  (used at once)
+        await eventually(lambda: heard.states == ["r up", "r down"])
+
+
+@dataclass
+class Connects:
+    """Attempts to connect: whether they fail, and how many have."""
+
+    fail: bool = False
+    failed: int = 0
+
+
+def fail_to_connect(
+    session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, problem: OSError
+) -> Connects:
+    """Have connections fail as aiohttp has them fail, while that is wanted."""
+    connects, get = Connects(), session.get
+
+    def gets(url: str, **more: Any) -> Any:
+        if not connects.fail:
+            return get(url, **more)
+        connects.failed += 1
+        kind = aiohttp.ClientConnectorError
+        if isinstance(problem, socket.gaierror):
+            kind = aiohttp.ClientConnectorDNSError
+        raise kind(Mock(), problem)
+
+    monkeypatch.setattr(session, "get", gets)
+    return connects
 
 
 async def test_silence_is_believed_only_after_a_while(
@@ -289,7 +364,7 @@ async def test_the_models_root_is_what_vllm_says(session: aiohttp.ClientSession)
     heard = Heard()
     async with scripted() as replica:
         replica.entries = [
-            {"id": "served", "root": "/models/base", "parent": None},
+            {"id": "served", "root": "/models/base", "parent": None, "max_model_len": 4096},
             {"id": "adapter", "root": "/adapters/a", "parent": "served"},
             {"name": "no id"},
         ]
@@ -297,7 +372,9 @@ async def test_the_models_root_is_what_vllm_says(session: aiohttp.ClientSession)
             pass
     assert heard.served == [
         [
-            ServedModel(id="served", root="/models/base"),
-            ServedModel(id="adapter", root="/models/base", adapter_path="/adapters/a"),
+            ServedModel(id="served", root="/models/base", max_model_len=4096),
+            ServedModel(
+                id="adapter", root="/models/base", adapter_path="/adapters/a", max_model_len=4096
+            ),
         ]
     ]

@@ -3,6 +3,7 @@
 import pytest
 
 from router.config.settings import (
+    IndexConfig,
     PolicyName,
     ReplicaConfig,
     RouterConfig,
@@ -525,3 +526,29 @@ def test_replicas_that_swap_names_are_still_told_apart() -> None:
     assert (first.id, second.id) == ("c", "a")
     assert fleet.replicas[configured[0].name] is first
     assert fleet.replicas[configured[1].name] is second
+
+
+def test_the_index_grows_with_the_fleet_unless_its_size_is_given() -> None:
+    def fleet(count: int, **index: int) -> Fleet:
+        replicas = tuple(ReplicaConfig(url=f"http://{each}") for each in range(count))
+        return Fleet(RouterConfig(replicas=replicas, index=IndexConfig(**index)))
+
+    assert fleet(2).index.max_keys == 4_000_000
+    large = fleet(200)
+    assert large.index.max_keys == 10_000_000
+    large.add(ReplicaConfig(url="http://new"))
+    assert large.index.max_keys == 10_050_000
+    assert fleet(200, max_keys=5).index.max_keys == 5
+
+
+def test_what_a_request_uses_is_evicted_last() -> None:
+    fleet, first, second = make_fleet(1), tokens(320), tokens(640, start=10_000)
+    for prompt in (first, second):
+        stored(fleet, "r0", KvTier.GPU, blocks(prompt))
+    held = sum(fleet.index.held(fleet.replicas["r0"].slot).values())
+    fleet.start(place(fleet, first), 0.0)
+    fleet.index.max_keys = held
+    stored(fleet, "r0", KvTier.GPU, blocks(tokens(BLOCK, start=50_000)))
+    slot = fleet.replicas["r0"].slot
+    found = [fleet.index.match(slot, blocks(each)).gpu_blocks for each in (first, second)]
+    assert found == [320 // BLOCK, 640 // BLOCK - 1]

@@ -192,3 +192,13 @@ def test_one_wrong_block_refutes_a_scheme() -> None:
     keys = [key64(key) for key in HashScheme().chain(token_ids, 16)]
     keys[-1] ^= 1
     assert find_shape(FirstBlocks(keys, token_ids, 16), None) is None
+
+
+@pytest.mark.parametrize(("parent", "key"), [(None, None), (7, 7), (bytes(31) + b"\x05", 5)])
+def test_the_block_before_the_first_one_is_told(
+    parent: int | bytes | None, key: int | None
+) -> None:
+    event = {**stored([8], range(16)), "parent_block_hash": parent}
+    *_, found = KvEventReader().read(0, payload(0.0, event)).events
+    assert isinstance(found, BlocksStored)
+    assert found.parent == key

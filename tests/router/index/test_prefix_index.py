@@ -70,15 +70,88 @@ def test_claims_are_evicted_before_what_is_known() -> None:
     assert index.evicted == 2
 
 
-def test_the_oldest_keys_of_the_largest_holding_are_evicted() -> None:
+def test_the_end_of_a_chain_of_the_largest_holding_is_evicted() -> None:
     index = PrefixIndex(10)
     index.add(0, KvTier.GPU, range(7))
     index.add(1, KvTier.CPU, range(3))
     index.add(1, KvTier.CPU, [3])
     assert index.held(1) == {KvTier.CPU: 4}
-    assert index.match(0, range(1, 7)).gpu_blocks == 6
-    assert index.match(0, [0]).gpu_blocks == 0
+    assert index.match(0, range(7)).gpu_blocks == 6
     assert index.evicted == 1
+
+
+SYSTEM = list(range(64))
+
+
+def session(number: int) -> list[int]:
+    """Return the keys of a prompt of 164 blocks after a common system prompt."""
+    return [*SYSTEM, *(1_000 * number + at for at in range(100))]
+
+
+def store(index: PrefixIndex, replica: int, keys: list[int]) -> None:
+    """Report a prompt as vLLM does: what is new of it, in messages of some blocks each."""
+    new = index.match(replica, keys).gpu_blocks
+    for at in range(new, len(keys), 20):
+        parent = keys[at - 1] if at else None
+        index.add(replica, KvTier.GPU, keys[at : at + 20], parent=parent, counted=True)
+
+
+@pytest.mark.parametrize("max_keys", [4_000, 3_000, 1_000])
+def test_a_full_index_matches_all_that_it_keeps(max_keys: int) -> None:
+    """Without its beginning, what is known of a prompt is useless: so ends go first."""
+    index = PrefixIndex(max_keys)
+    for number in range(1, 11):
+        for replica in range(4):
+            store(index, replica, session(number))
+    assert index.evicted >= 4 * 1_064 - max_keys
+    index.check()
+    for replica in range(4):
+        found = [index.match(replica, session(number)).gpu_blocks for number in range(1, 11)]
+        assert min(found) >= len(SYSTEM)
+        matched = len(SYSTEM) + sum(blocks - len(SYSTEM) for blocks in found)
+        assert matched == index.held(replica)[KvTier.GPU]
+
+
+def test_what_was_not_used_for_longest_is_evicted_first() -> None:
+    index = PrefixIndex(468)
+    for number in (1, 2, 3, 4):
+        store(index, 0, session(number))
+    index.add(1, KvTier.CPU, [1, 2])
+    index.add(1, KvTier.CPU, [3, 4])
+    index.use(1, [], [1, 2, 5])
+    index.use(0, session(1), [])
+    index.use(0, [*session(3), 7], [])
+    for key in range(10_000, 10_090):
+        index.add(0, KvTier.GPU, [key], parent=session(1)[-1])
+    found = [index.match(0, session(number)).gpu_blocks for number in (1, 2, 3, 4)]
+    assert found[0] == 164
+    assert found[1] < found[2] == found[3] == 164
+    assert list(index._held[1][KvTier.CPU]) == [1, 3, 4, 2]
+
+
+def test_keys_that_lead_in_a_circle_are_evicted_too() -> None:
+    """Keys that an agent tells together need not follow each other."""
+    index = PrefixIndex(4)
+    index.add(0, KvTier.CPU, [1, 2])
+    index.remove(0, KvTier.CPU, [1])
+    index.add(0, KvTier.CPU, [2, 1])
+    index.add(0, KvTier.CPU, [3, 3, 4])
+    index.add(0, KvTier.CPU, [5], parent=5)
+    index.check()
+    index.add(0, KvTier.CPU, [6], parent=1)
+    index.check()
+    assert index.evicted == 2
+
+
+def test_a_copy_of_an_evicted_key_is_forgotten_with_it() -> None:
+    index = PrefixIndex(3)
+    index.add(0, KvTier.GPU, [1, 2, 3], counted=True)
+    index.add(0, KvTier.GPU, [3], parent=2, counted=True)
+    index.add(0, KvTier.GPU, [4], parent=2, counted=True)
+    index.check()
+    index.add(0, KvTier.GPU, [3], parent=2, counted=True)
+    index.remove(0, KvTier.GPU, [3])
+    assert index.match(0, [1, 2, 3]).gpu_blocks == 2
 
 
 def test_a_withdrawn_claim_leaves_what_a_later_one_claims() -> None:
@@ -174,7 +247,7 @@ def test_no_holding_is_evicted_whole_while_others_are_as_large() -> None:
     for replica in range(160):
         index.add(replica, KvTier.GPU, range(100))
     index.add(0, KvTier.GPU, [100])
-    assert min(index.held(replica)[KvTier.GPU] for replica in range(160)) >= 90
+    assert min(index.held(replica)[KvTier.GPU] for replica in range(160)) >= 100 - 100 // 8 - 1
     assert index.evicted == 63
 
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import Mock
 
 import aiohttp
 import pytest
@@ -285,18 +285,21 @@ async def test_a_long_new_prompt_is_rendered_once_and_tokenized_off_the_loop(
     assert threading.current_thread() not in tokenized
 
 
-@pytest.mark.parametrize("with_tokenizer", [True, False])
-async def test_the_bytes_of_an_image_do_not_make_a_prompt_long(
-    reader: PromptReader, monkeypatch: pytest.MonkeyPatch, with_tokenizer: bool
+@pytest.mark.parametrize(("body_bytes", "in_loop"), [(200_000, True), (300_000, False)])
+async def test_a_large_body_is_rendered_off_the_loop(
+    reader: PromptReader, monkeypatch: pytest.MonkeyPatch, body_bytes: int, in_loop: bool
 ) -> None:
-    to_thread = AsyncMock()
-    monkeypatch.setattr(asyncio, "to_thread", to_thread)
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 1_000_000}}
-    audio = {"type": "input_audio", "input_audio": {"data": "A" * 1_000_000, "format": "wav"}}
-    body = chat(said("system", LONG), {"role": "user", "content": [image, audio]})
-    used = reader if with_tokenizer else PromptReader(None)
-    assert (await used.read(CHAT, body)).text
-    to_thread.assert_not_called()
+    """Whatever it holds: a schema of nulls has few characters, and takes long to render."""
+    threads: list[threading.Thread] = []
+
+    def render(*args: Any, **more: Any) -> str:
+        threads.append(threading.current_thread())
+        return made(*args, **more)
+
+    made = ChatTemplate.render
+    monkeypatch.setattr(ChatTemplate, "render", render)
+    await reader.read(CHAT, chat(USER), body_bytes)
+    assert [each is threading.main_thread() for each in threads] == [in_loop]
 
 
 def test_the_schemas_of_tools_are_not_copied() -> None:
@@ -492,3 +495,46 @@ def test_reading_prompts_needs_no_torch_and_no_transformers() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/embeddings"])
+@pytest.mark.parametrize("tokens", [100, 101])
+async def test_token_ids_that_no_context_takes_are_refused_before_they_are_looked_at(
+    reader: PromptReader, endpoint: str, tokens: int
+) -> None:
+    name = "input" if endpoint == "/v1/embeddings" else "prompt"
+    used_bytes = reader.memo.used_bytes
+    body = {name: list(range(tokens))}
+    if tokens <= 100:
+        assert (await reader.read(endpoint, body, max_tokens=100)).token_count == tokens
+        return
+    with pytest.raises(BadRequestError, match=r"has 101 tokens, .* context takes 100") as refused:
+        await reader.read(endpoint, body, max_tokens=100)
+    assert refused.value.code == "context_length_exceeded"
+    assert reader.memo.used_bytes == used_bytes
+    cut = await reader.read(endpoint, {**body, "truncate_prompt_tokens": 50}, max_tokens=100)
+    assert cut.token_count == 50
+
+
+async def test_a_text_that_is_far_too_long_is_not_tokenized(reader: PromptReader) -> None:
+    text = distinct("one")
+    most = len(text) // 16
+    before = reader.memo.tokens_tokenized
+    for max_tokens, endpoint, body in (
+        (most - 1, "/v1/completions", {"prompt": text}),
+        (most - 1, CHAT, chat(said("system", text))),
+        (most - 1, CHAT, chat(said("system", text), {"role": "user", "content": [IMAGE]})),
+    ):
+        prompt = await reader.read(endpoint, body, max_tokens=max_tokens)
+        assert prompt.token_ids is None and text in prompt.text
+        assert reader.memo.tokens_tokenized == before
+    assert (await reader.read(CHAT, chat(said("system", text)))).token_ids is not None
+
+
+async def test_an_exact_prompt_that_no_context_takes_is_refused(reader: PromptReader) -> None:
+    prompt = await reader.read("/v1/completions", {"prompt": LONG})
+    assert prompt.exact
+    count = prompt.token_count
+    await reader.read("/v1/completions", {"prompt": LONG}, max_tokens=count)
+    with pytest.raises(BadRequestError, match=f"has {count} tokens"):
+        await reader.read("/v1/completions", {"prompt": LONG}, max_tokens=count - 1)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from typing import Any
 from unittest.mock import Mock
 
 import aiohttp
@@ -10,6 +11,9 @@ import pytest
 from aiohttp import web
 
 from router.config.settings import ReplicaConfig, TimeoutsConfig
+from router.fleet.breaker import Circuit
+from router.fleet.replica import ReplicaState
+from router.proxy.upstream import AttemptFailedError, ReplicaAnswer, Upstream
 from router.record.records import Cause, Outcome
 from tests.router.conftest import Fleet, Running
 from tests.router.proxy.helpers import ASK, openai_client
@@ -55,6 +59,39 @@ async def test_trouble_before_the_first_byte_is_retried(
     record = await router.record()
     assert [(each.replica_id, each.cause) for each in record.failed_tries] == [("one", cause)]
     assert router.in_flight() == 0
+
+
+@pytest.mark.parametrize("cause", [Cause.LOCAL, Cause.CONNECT])
+async def test_one_failed_connect_excludes_a_replica_from_this_request_only(
+    fleet: Fleet,
+    client: aiohttp.ClientSession,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    cause: Cause,
+) -> None:
+    """A probe decides whether it is up; what the router lacks itself is no reason to ask."""
+    router = await fleet.router()
+    send, failing = Upstream.send, True
+
+    async def sends(upstream: Upstream, method: str, url: str, **more: Any) -> ReplicaAnswer:
+        if failing and url.startswith(fleet.one.url):
+            raise AttemptFailedError(cause, "no connection")
+        return await send(upstream, method, url, **more)
+
+    monkeypatch.setattr(Upstream, "send", sends)
+    for _ in range(8):
+        async with client.post(router.url + "/v1/chat/completions", json=ASK) as response:
+            assert response.status == 200
+            assert response.headers["x-warmroute-replica"] == "two"
+    one = router.parts.fleet.replicas["one"]
+    assert one.state is ReplicaState.UP and one.breaker.state is Circuit.CLOSED
+    failing = False
+    answered = set()
+    for _ in range(2):
+        async with client.post(router.url + "/v1/chat/completions", json=ASK) as response:
+            answered.add(response.headers["x-warmroute-replica"])
+    assert answered == {"one", "two"}
+    assert "is down" not in caplog.text
 
 
 async def test_a_protocol_that_was_not_asked_for_is_no_answer(

@@ -5,7 +5,6 @@ import gc
 import json
 import tracemalloc
 import weakref
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -33,10 +32,8 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[object]]:
         seen.append(weakref.ref(asked))
         return asked
 
-    async def reads(
-        reader: PromptReader, endpoint: str, body: Mapping[str, Any], body_bytes: float
-    ) -> Prompt:
-        prompt = await read(reader, endpoint, body, body_bytes)
+    async def reads(*given: Any) -> Prompt:
+        prompt = await read(*given)
         seen.append(weakref.ref(prompt))
         return prompt
 

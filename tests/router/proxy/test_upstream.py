@@ -1,6 +1,8 @@
 """What one try at a replica gives: an answer from its first byte, or why not."""
 
 import asyncio
+import errno
+import os
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -211,7 +213,20 @@ async def test_nobody_listens(session: aiohttp.ClientSession) -> None:
 async def test_no_such_host(session: aiohttp.ClientSession) -> None:
     with pytest.raises(AttemptFailedError) as caught:
         await read_all(Upstream(session, TimeoutsConfig()), "http://nowhere.invalid")
-    assert caught.value.cause is Cause.CONNECT
+    assert caught.value.cause is Cause.LOCAL
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
+async def test_no_resources_for_a_connection(
+    session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def no_socket(*given: object, **more: object) -> socket.socket:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("aiohappyeyeballs.impl.socket.socket", no_socket)
+    with pytest.raises(AttemptFailedError) as caught:
+        await read_all(Upstream(session, TimeoutsConfig()), "http://127.0.0.1:1")
+    assert caught.value.cause is Cause.LOCAL
 
 
 async def test_a_cut_before_the_headers(replica: Scripted, session: aiohttp.ClientSession) -> None:

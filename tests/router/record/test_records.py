@@ -1,9 +1,11 @@
 """The record of a request, and its readers."""
 
 import logging
+import threading
 from typing import Any
 
 import pytest
+from prometheus_client import Counter
 
 from router.config.settings import ReplicaConfig, RequestLogConfig, RouterConfig
 from router.fleet.decision import Reason
@@ -105,9 +107,11 @@ def test_the_headers_tell_of_the_decision() -> None:
     }
 
 
-def test_every_end_is_counted() -> None:
+async def test_every_end_is_counted() -> None:
     fleet = Fleet(TWO)
     fleet.up("one")
+    fleet.index.max_keys = 3
+    fleet.index.add(0, KvTier.GPU, range(5))
     fleet.replicas["one"].waiting, fleet.replicas["one"].decoding = 2, 1
     metrics = Metrics(fleet, lambda: {"index": 7})
     metrics.observe(
@@ -125,14 +129,18 @@ def test_every_end_is_counted() -> None:
             streamed=True,
             cached_tokens=6,
             first_byte_s=101.0,
-            failed_tries=[FailedTry(replica_id="two", cause=Cause.CONNECT, detail="x")],
+            failed_tries=[
+                FailedTry(replica_id="two", cause=Cause.CONNECT, detail="x"),
+                FailedTry(replica_id="two", cause=Cause.LOCAL, detail="y"),
+            ],
         )
     )
     metrics.observe(ended(outcome=Outcome.REFUSED, status=400))
     metrics.observe(ended(outcome=Outcome.CLIENT_GONE))
-    lines = metrics.render().decode().splitlines()
+    lines = (await metrics.render()).decode().splitlines()
     for line in (
         'warmroute_failed_tries_total{cause="connect",replica="two"} 1.0',
+        'warmroute_failed_tries_total{cause="local",replica="none"} 1.0',
         'warmroute_matched_tokens_total{replica="one",tier="gpu"} 8.0',
         'warmroute_cached_tokens_total{replica="one"} 6.0',
         'warmroute_ttft_seconds_sum{replica="one",streamed="true"} 1.0',
@@ -143,6 +151,8 @@ def test_every_end_is_counted() -> None:
         'warmroute_replica_up{replica="two",state="unknown"} 0.0',
         'warmroute_in_flight{replica="one"} 3.0',
         'warmroute_table_entries{table="index"} 7.0',
+        "warmroute_index_max_keys 3.0",
+        "warmroute_index_evicted_keys_total 2.0",
         'warmroute_requests_total{endpoint="/v1/completions",outcome="refused",replica="none",'
         'status="400"} 1.0',
         'warmroute_requests_total{endpoint="/v1/completions",outcome="client-gone",replica="none",'
@@ -151,25 +161,25 @@ def test_every_end_is_counted() -> None:
         assert line in lines
 
 
-def test_a_replica_that_has_left_and_comes_again_is_counted_anew() -> None:
+async def test_a_replica_that_has_left_and_comes_again_is_counted_anew() -> None:
     fleet = Fleet(TWO)
     metrics = Metrics(fleet)
     answered = ended(outcome=Outcome.OK, status=200, replica_id="one", prompt_tokens=10)
     metrics.observe(answered)
     fleet.remove("one")
-    assert b'replica="one"' not in metrics.render()
+    assert b'replica="one"' not in (await metrics.render())
     fleet.add(ReplicaConfig(url="http://one", instance_id="one"))
     metrics.observe(answered)
-    assert b'warmroute_prompt_tokens_total{replica="one"} 10.0' in metrics.render()
+    assert b'warmroute_prompt_tokens_total{replica="one"} 10.0' in (await metrics.render())
 
 
-def test_prediction_errors_and_measured_rates_are_gauges() -> None:
+async def test_prediction_errors_and_measured_rates_are_gauges() -> None:
     fleet = Fleet(TWO)
     known = fleet.replicas["one"]
     for observed_s in (1.0, 1.1, 2.0):
         known.errors.note(1.0, observed_s)
     known.rates.note_copy(8 * 10**9, 1.0)
-    lines = Metrics(fleet).render().decode().splitlines()
+    lines = (await Metrics(fleet).render()).decode().splitlines()
     found = {
         line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if "#" not in line
     }
@@ -186,3 +196,22 @@ def test_prediction_errors_and_measured_rates_are_gauges() -> None:
         'warmroute_ttft_prediction_bias{replica="one"}': pytest.approx(1.1),
         'warmroute_measured_rate{part="peer",replica="one"}': pytest.approx(8e9),
     }
+
+
+async def test_metrics_are_rendered_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All series but the gauges are read there too; what is counted meanwhile may be in or not."""
+    threads: list[bool] = []
+    fleet = Fleet(TWO)
+    metrics = Metrics(fleet)
+    metrics.observe(ended(outcome=Outcome.OK, status=200, replica_id="one", prompt_tokens=10))
+    samples = Counter._multi_samples
+
+    def multi_samples(counter: Counter) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return samples(counter)
+
+    monkeypatch.setattr(Counter, "_multi_samples", multi_samples)
+    page = await metrics.render()
+    assert threads and not any(threads)
+    assert b'warmroute_prompt_tokens_total{replica="one"} 10.0' in page
+    assert b'warmroute_replica_up{replica="one",state="unknown"} 0.0' in page

@@ -1,6 +1,7 @@
 """Which replicas are scored in a large fleet, sources of copies, and homes of new sessions."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +14,17 @@ from router.config.settings import (
 from router.fleet.cost_model import CostPart, Work
 from router.fleet.decision import Candidate, Decision
 from router.fleet.fleet import Fleet
-from router.index.prompt_keys import KvTier
+from router.fleet.replica import Replica
+from router.index.prompt_keys import KvTier, PromptKeyCache
+from router.scheduling.request_scheduler import (
+    EligibleReplicas,
+    PlacementRequest,
+    RequestScheduler,
+)
 from tests.router.fleet.helpers import BLOCK, CHUNK, blocks, chunks, place, snapshot, stored
 from tests.router.prompt.prompts_given import tokens
 from tests.router.scheduling.helpers import make_copying_fleet, peer_info
+from warmroute_common.api_errors import NoReplicaError
 
 
 def make_busy(fleet: Fleet, name: str, seconds: float) -> None:
@@ -261,3 +269,35 @@ def test_other_policies_weigh_few_and_pick_the_same(policy: PolicyName) -> None:
         (each.replica_id, each.reason, each.home) for each in every
     ]
     assert [each.picked for each in few] == [each.picked for each in every]
+
+
+def test_retries_and_subsets_use_a_kept_view_until_the_fleet_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[int] = []
+    of = EligibleReplicas.of
+
+    def noted(replicas: Sequence[Replica], draining: Sequence[Replica]) -> EligibleReplicas:
+        made.append(len(replicas))
+        return of(replicas, draining)
+
+    monkeypatch.setattr(EligibleReplicas, "of", noted)
+    fleet = make_copying_fleet(5)
+    scheduler = RequestScheduler(fleet)
+    keys = PromptKeyCache(tokens(640))
+    asks = [
+        PlacementRequest(keys=keys),
+        PlacementRequest(keys=keys, exclude=("r0", "r1")),
+        PlacementRequest(keys=keys, among=("r3", "r4")),
+        PlacementRequest(keys=keys, exclude=("r1", "r0")),
+        PlacementRequest(keys=keys, among=["r4", "r3"], exclude=("r3",)),
+    ]
+    for _ in range(3):
+        for ask in asks:
+            scheduler.place(ask, 0.0)
+    assert made == [5, 3, 2, 1]
+    fleet.down("r4")
+    assert scheduler.place(asks[2], 0.0).replica_id == "r3"
+    with pytest.raises(NoReplicaError):
+        scheduler.place(asks[4], 0.0)
+    assert made == [5, 3, 2, 1, 1]

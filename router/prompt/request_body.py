@@ -1,0 +1,191 @@
+"""Reads of a request's JSON body only what routing needs, and bounds what that costs.
+
+Other fields are skipped and take no memory. A body with more than `MAX_VALUES` values or
+`MAX_MEMBERS` members is refused, because a few bytes of either become an object of fifty or more.
+Strings have no limit of their own: images travel in chats.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+import msgspec
+from msgspec import UNSET
+
+from warmroute_common.api_errors import BadRequestError
+
+MAX_VALUES: Final = 1_100_000
+"""Values in a body: room for 2**20 token ids. Parsing more would hold the event loop for too long,
+in a thread too."""
+MAX_MEMBERS: Final = 120_000
+"""Lists, objects, and members of objects in a body. A message has about 8."""
+
+_VALUE_BYTES: Final = 40
+"""About what a value takes with its place in a list."""
+_MEMBER_BYTES: Final = 100
+_MAX_QUOTES: Final = 4_000_000
+"""Quotation marks in a body whose strings have to be told from its structure."""
+_NO_STRUCTURE: Final = bytes(set(range(256)) - set(b"[{:,"))
+_PART_BYTES: Final = 1 << 20
+"""Scanned at once, in less than a millisecond: then other threads may run."""
+_BACKSLASH: Final = ord("\\")
+_GAPS: Final = 4096
+_MEMBER_TEXT_BYTES: Final = 1024
+"""A longer member is no id, and no name of a model or a session."""
+
+
+class _Fields(msgspec.Struct):
+    """The fields of a request with a prompt that routing reads."""
+
+    model: Any = UNSET
+    stream: Any = UNSET
+    prompt_cache_key: Any = UNSET
+    session_id: Any = UNSET
+    user: Any = UNSET
+    previous_response_id: Any = UNSET
+    previous_input_messages: Any = UNSET
+    cache_salt: Any = UNSET
+    messages: Any = UNSET
+    input: Any = UNSET
+    prompt: Any = UNSET
+    instructions: Any = UNSET
+    system: Any = UNSET
+    tools: Any = UNSET
+    tool_choice: Any = UNSET
+    documents: Any = UNSET
+    chat_template: Any = UNSET
+    chat_template_kwargs: Any = UNSET
+    add_generation_prompt: Any = UNSET
+    continue_final_message: Any = UNSET
+    add_special_tokens: Any = UNSET
+    reasoning: Any = UNSET
+    reasoning_effort: Any = UNSET
+    thinking: Any = UNSET
+    output_config: Any = UNSET
+    truncation: Any = UNSET
+    truncate_prompt_tokens: Any = UNSET
+    truncation_side: Any = UNSET
+    padding: Any = UNSET
+    prompt_embeds: Any = UNSET
+    suffix: Any = UNSET
+    kv_transfer_params: Any = UNSET
+    mm_processor_kwargs: Any = UNSET
+    media_io_kwargs: Any = UNSET
+
+
+_FIELDS: Final = msgspec.json.Decoder(_Fields)
+_MEMBERS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_KINDS: Final = {b"[": "an array", b'"': "a string", b"t": "a boolean", b"f": "a boolean"}
+
+
+def prompt_fields(body: bytes) -> dict[str, Any]:
+    """Return the fields of a JSON object that routing needs; raise `BadRequestError`."""
+    if not body:
+        raise BadRequestError("the body is empty; send a JSON object", code="invalid_json")
+    fields = _decoded(body, _FIELDS)
+    return {
+        name: value
+        for name in _Fields.__struct_fields__
+        if (value := getattr(fields, name)) is not UNSET
+    }
+
+
+def short_members(body: bytes) -> dict[str, str | bool]:
+    """Return the members of a JSON object that are true or short strings, and nothing of others.
+
+    The body is the replica's to check: what cannot be read has no members.
+    """
+    found: dict[str, str | bool] = {}
+    try:
+        for name, raw in _MEMBERS.decode(body).items():
+            text = bytes(memoryview(raw)[: _MEMBER_TEXT_BYTES + 1])
+            if text == b"true" or (text[:1] == b'"' and len(text) <= _MEMBER_TEXT_BYTES):
+                found[name] = msgspec.json.decode(text)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return {}
+    return found
+
+
+def with_model(body: bytes, model: str) -> bytes:
+    """Return the body, a JSON object, with another ``model``; all other members stay as written."""
+    members: dict[str, msgspec.Raw] = _decoded(body, _MEMBERS)
+    members["model"] = msgspec.Raw(msgspec.json.encode(model))
+    return msgspec.json.encode(members)
+
+
+def parsed_bytes(body: bytes) -> int:
+    """Return about how much memory the values of a JSON body take.
+
+    Raises `BadRequestError` above the limits. Takes up to a second for a hostile body.
+    """
+    parts = range(0, len(body), _PART_BYTES)
+    values, members = _counts(body[at : at + _PART_BYTES] for at in parts)
+    if values > MAX_VALUES or members > MAX_MEMBERS:
+        # So far what stands in strings was counted too.
+        values, members = _counts(_outside_strings(body))
+    if values > MAX_VALUES:
+        raise _too_many(f"{MAX_VALUES} values")
+    if members > MAX_MEMBERS:
+        raise _too_many(f"{MAX_MEMBERS} lists, objects and members of objects")
+    return len(body) + values * _VALUE_BYTES + members * _MEMBER_BYTES
+
+
+def _counts(parts: Iterable[bytes]) -> tuple[int, int]:
+    """Return how many values and members parts of a body have, until both are clearly too many."""
+    values = members = 0
+    for part in parts:
+        structure = part.translate(None, _NO_STRUCTURE)
+        commas = structure.count(b",")
+        values += commas
+        members += len(structure) - commas
+        if values > MAX_VALUES and members > MAX_MEMBERS:
+            break
+    return values + members, members
+
+
+def _outside_strings(body: bytes) -> Iterator[bytes]:
+    """Yield what stands between the strings of a body."""
+    gaps: list[bytes] = []
+    at = quotes = 0
+    while (start := body.find(b'"', at)) >= 0:
+        gaps.append(body[at:start])
+        at = start + 1
+        while (end := body.find(b'"', at)) >= 0:
+            quotes += 1
+            before, at = at, end + 1
+            if body[end - 1] != _BACKSLASH:
+                break
+            inside = body[before:end]
+            if (len(inside) - len(inside.rstrip(b"\\"))) % 2 == 0:
+                break
+        if end < 0:
+            return  # not JSON
+        if quotes > _MAX_QUOTES:
+            raise _too_many(f"{_MAX_QUOTES} quotation marks")
+        if len(gaps) == _GAPS:
+            yield b"".join(gaps)
+            gaps.clear()
+    gaps.append(body[at:])
+    yield b"".join(gaps)
+
+
+def _too_many(what: str) -> BadRequestError:
+    return BadRequestError(f"the body has more than {what}", code="too_many_values")
+
+
+def _decoded(body: bytes, decoder: msgspec.json.Decoder[Any]) -> Any:
+    try:
+        return decoder.decode(body)
+    except RecursionError:
+        raise BadRequestError("the body's values are nested too deeply") from None
+    except msgspec.ValidationError as error:
+        start = body.lstrip()[:1]
+        if start == b"{":  # a number that is out of range
+            raise BadRequestError(
+                f"the body is not valid JSON: {error}", code="invalid_json"
+            ) from None
+        kind = "null" if start == b"n" else _KINDS.get(start, "a number")
+        raise BadRequestError(
+            f"the body must be a JSON object, not {kind}", code="invalid_json"
+        ) from None
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise BadRequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None

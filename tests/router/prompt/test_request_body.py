@@ -1,0 +1,106 @@
+"""What is read of a body, and how much of one may be structure."""
+
+import json
+import re
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.prompt import anthropic, drafter
+from router.prompt.request_body import (
+    MAX_MEMBERS,
+    MAX_VALUES,
+    parsed_bytes,
+    prompt_fields,
+    short_members,
+    with_model,
+)
+from warmroute_common.api_errors import BadRequestError
+
+
+def test_fields_that_routing_does_not_need_take_no_memory() -> None:
+    lists = b"[" + b"[]," * 100_000 + b"[]]"
+    body = b'{"model": "m", "prompt": null, "x": %s, "seed": 1}' % lists
+    tracemalloc.start()
+    try:
+        assert prompt_fields(body) == {"model": "m", "prompt": None}
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < len(body) / 10
+
+
+@pytest.mark.parametrize(
+    ("value", "limit"),
+    [("0", MAX_VALUES), ("[]", MAX_MEMBERS), ("{}", MAX_MEMBERS), ('{"k":0}', MAX_MEMBERS // 2)],
+)
+def test_values_are_counted_up_to_a_limit(value: str, limit: int) -> None:
+    def body(count: int) -> bytes:
+        return b'{"prompt":[' + b",".join([value.encode()] * count) + b"]}"
+
+    parsed_bytes(body(limit - 5))
+    with pytest.raises(BadRequestError, match="more than"):
+        parsed_bytes(body(limit + 1))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[{:," * MAX_MEMBERS, '"[' * MAX_MEMBERS, "\\[" * MAX_MEMBERS, "\\" * 1001, "[\\"],
+    ids=["structure", "quotes", "backslashes", "odd", "end"],
+)
+def test_what_stands_in_strings_is_no_structure(text: str) -> None:
+    padding = ["," * MAX_VALUES]  # so that strings have to be told from structure
+    body = json.dumps({"prompt": text, "x": padding, "y": text, text: 1}).encode()
+    assert parsed_bytes(body) < len(body) + 10_000
+
+
+def test_a_body_that_ends_within_a_string_has_a_size() -> None:
+    assert parsed_bytes(b'{"prompt": "' + b"," * MAX_VALUES * 2) > 0
+
+
+@pytest.mark.parametrize("value", [[], {}, 0.5, "ab", [1.5] * 10, {"k": {"l": [1]}}])
+def test_the_size_is_at_least_what_is_parsed(value: Any) -> None:
+    body = json.dumps({"messages": [value] * 10_000}).encode()
+    tracemalloc.start()
+    try:
+        fields = prompt_fields(body)
+        kept_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(fields["messages"]) == 10_000
+    assert kept_bytes / 2 < parsed_bytes(body) + 1_000
+    assert parsed_bytes(body) < 4 * kept_bytes
+
+
+def test_only_short_members_are_read_of_other_bodies() -> None:
+    body = {"model": "m", "stream": True, "x_id": "7", "input": ["a"], "n": 1, "long": "x" * 5_000}
+    assert short_members(json.dumps(body).encode()) == {"model": "m", "stream": True, "x_id": "7"}
+    assert short_members(b'{"model": "m", "x": ') == {}
+    assert short_members(b'{"x":' + b"[" * 100_000) == {}
+
+
+def test_another_model_leaves_the_rest_as_it_was() -> None:
+    deep = "[" * 300 + "1.10" + "]" * 300
+    body = b'{"a": 1e2, "model" : "alias", "deep": %s, "s": "\\u00e9 "}' % deep.encode()
+    renamed = with_model(body, 'a "name"')
+    assert json.loads(renamed) == {**json.loads(body), "model": 'a "name"'}
+    assert deep.encode() in renamed and b'"\\u00e9 "' in renamed and b"1e2" in renamed
+
+
+def test_no_field_that_drafts_are_made_of_is_skipped() -> None:
+    """Every name by which the drafter looks into a body."""
+    sources = "".join(
+        Path(module.__file__ or "").read_text(encoding="utf-8") for module in (anthropic, drafter)
+    )
+    patterns = (
+        r'\bbody(?:\.get\(|\[)"(\w+)"',
+        r'(?:_typed|_flag)\(body, "(\w+)"',
+        r'_text_input\(body, "(\w+)"',
+    )
+    names = {name for each in patterns for name in re.findall(each, sources)}
+    names |= {*drafter._TOKENIZED, *drafter._EMBEDDED, *drafter._ANSWERED, *drafter._MEDIA_SETTINGS}
+    assert len(names) > 25
+    body = dict.fromkeys(names, 1)
+    assert prompt_fields(json.dumps(body).encode()) == body
