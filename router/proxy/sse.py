@@ -100,7 +100,7 @@ class StreamOpening:
         self.error: StreamError | None = None
         """What the stream reports instead of content; also set if ``has_begun``."""
         self.held = bytearray()
-        """What was read and is not a keep-alive."""
+        """All bytes so far, without keep-alives."""
         self._read = 0
 
     def feed(self, chunk: bytes) -> bytes:
