@@ -19,7 +19,8 @@ _MOST_HELD_BYTES: Final = 1 << 20
 """A longer event is passed on in pieces."""
 _MOST_OPENING_BYTES: Final = 64 << 10
 """An answer has begun with this many bytes, whatever they say."""
-_KEEP_ALIVE_STARTS: Final = (b":", b"event: ping", b"event:ping", b"retry:")
+KEEP_ALIVE_STARTS: Final = b":er"
+"""First bytes that a keep-alive may have."""
 _FINAL: Final = re.compile(
     rb"^(?:data: ?\[DONE\]|event: ?(?:message_stop|response\.(?:completed|incomplete|failed)))\r?$",
     re.MULTILINE,
@@ -99,7 +100,7 @@ class StreamOpening:
         self.error: StreamError | None = None
         """What the stream reports instead of content; also set if ``has_begun``."""
         self.held = bytearray()
-        """What was read and is not a keep-alive."""
+        """All bytes so far, without keep-alives."""
         self._read = 0
 
     def feed(self, chunk: bytes) -> bytes:
@@ -120,8 +121,11 @@ class StreamOpening:
 
 
 def is_keep_alive(chunk: bytes) -> bool:
-    """Whether bytes from the beginning of an event on are keep-alives only."""
-    if not chunk.startswith(_KEEP_ALIVE_STARTS):
+    """Whether bytes from the beginning of an event on are keep-alives only.
+
+    False for a ``ping`` that has no name; its bytes begin as content does.
+    """
+    if not chunk.startswith((b":", b"event: ping", b"event:ping", b"retry:")):
         return False
     opening = StreamOpening()
     opening.feed(chunk)

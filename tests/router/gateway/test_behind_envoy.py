@@ -94,6 +94,21 @@ async def test_an_answer_comes_through_as_the_replica_gave_it(
     assert json.loads(seen.body) == ask
 
 
+async def test_keep_alives_are_no_first_token(
+    gateway: Gateway, client: aiohttp.ClientSession
+) -> None:
+    gate = asyncio.Event()
+    gateway.one.will(stream(b": keep-alive\n\n", *chat_events("a"), gates=(None, gate)))
+    picker, _ = await gateway.both()
+    async with client.post(picker.url + CHAT, json=chat(stream=True)) as answer:
+        assert await answer.content.readany() == b": keep-alive\n\n"
+        await asyncio.sleep(0.05)
+        gate.set()
+        await answer.read()
+    record = await picker.record()
+    assert record.ttft_s is not None and record.ttft_s >= 0.05
+
+
 @pytest.mark.parametrize("change", [as_it_is, by_parts])
 async def test_a_whole_answer_tells_of_the_request(
     gateway: Gateway, client: aiohttp.ClientSession, change: Any
