@@ -322,13 +322,16 @@ def _checked_tracing(tracing: TracingConfig, at: ConfigLocation) -> TracingConfi
 def _checked_picker(
     picker: PickerConfig | None, at: ConfigLocation, base: Path
 ) -> PickerConfig | None:
-    """Make the paths of the certificate and key absolute."""
+    """Make the paths of the certificate, the key and the authorities absolute."""
     if picker is None:
         return None
     if (picker.certificate is None) is not (picker.key is None):
         raise at.error("certificate and key need each other", "set both, or leave both out")
+    if picker.client_ca is not None and picker.certificate is None:
+        raise at.at("client_ca").error("needs a certificate", "set certificate and key too")
     return replace(
         picker,
+        client_ca=_existing(picker.client_ca, "file", at.at("client_ca"), base),
         certificate=_existing(picker.certificate, "file", at.at("certificate"), base),
         key=_existing(picker.key, "file", at.at("key"), base),
     )

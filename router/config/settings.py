@@ -14,7 +14,7 @@ from warmroute_common.config_reader import setting
 
 MIB: Final = 1 << 20
 
-Waivable = Literal["access", "tls", "model_aliases", "cors", "api_key"]
+Waivable = Literal["access", "tls", "model_aliases", "cors"]
 PolicyName = Literal["ttft", "longest-prefix", "session", "least-loaded", "round-robin"]
 PreCachingHash = Literal[
     "builtin", "sha256", "sha256_cbor", "sha256_cbor_64bit", "xxhash", "xxhash_cbor"
@@ -450,7 +450,8 @@ class PickerConfig:
     }
 
     host: str = "127.0.0.1"
-    """Address that both ports listen on. The gRPC port does not authenticate its callers."""
+    """Address that both ports listen on. Without ``client_ca`` the gRPC port does not authenticate
+    its callers."""
     port: int = setting(9002, at_least=0, at_most=65535)
     """Port for the gateway's gRPC calls. 0 picks a free port, which the log shows."""
     http_port: int = setting(9003, at_least=0, at_most=65535)
@@ -459,11 +460,13 @@ class PickerConfig:
     """PEM file of the certificate for gateways that use TLS. Needs ``key`` too."""
     key: str | None = None
     """PEM file of the certificate's private key."""
+    client_ca: str | None = None
+    """PEM file of authorities. Only gateways with a certificate of one of them are answered. Needs
+    ``certificate`` too. Required if a replica has an ``api_key`` and ``host`` is not loopback."""
     waive: tuple[Waivable, ...] = ()
     """Settings of this file that need not hold behind the gateway, or that the gateway enforces
     itself. Without it ``warmroute picker`` refuses to start with any of them: client keys
-    (``access``), ``tls``, ``model_aliases``, ``cors``, and ``api_key`` of a replica where
-    ``host`` is not loopback."""
+    (``access``), ``tls``, ``model_aliases`` and ``cors``."""
 
 
 # --- the whole file
