@@ -243,6 +243,22 @@ def test_a_key_is_for_a_client_or_for_administration(args: list[str]) -> None:
     assert "give the client's NAME, or --admin" in output
 
 
+def test_no_secret_is_printed(tmp_path: Path) -> None:
+    path = tmp_path / "router.yaml"
+    path.write_text(
+        "replicas:\n"
+        "- {url: 'http://me:hidden@127.0.0.1:1', api_key: hidden, agent_url: 'http://:hidden@a:2'}\n"
+        "- {url: 'https://hid%2Fden@127.0.0.1:3/base'}\n"
+        "discovery: {dns: [{name: x}], each: {api_key: hidden}}\n"
+        "controller: {secret: hidden}\n"
+        "tracing: {endpoint: 'http://me:hidden@127.0.0.1:4'}\n"
+    )
+    code, output = invoke("check-config", str(path))
+    assert code == 0, output
+    assert "hidden" not in output and "hid%2Fden" not in output
+    assert json.loads(output)["replicas"][0]["url"] == "http://***@127.0.0.1:1"
+
+
 def test_a_configuration_of_envoy_is_printed(router_yaml: Path) -> None:
     made = yaml.safe_load(invoke("picker", "-c", str(router_yaml), "--print-envoy")[1])
     clusters = {each["name"]: each for each in made["static_resources"]["clusters"]}
