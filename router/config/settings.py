@@ -44,6 +44,8 @@ class ReplicaConfig:
     """vLLM's replay endpoint, ``tcp://host:port``. By default the agent reports it."""
     api_key: str | None = field(default=None, repr=False)
     """Sent to this replica instead of the client's own Authorization header."""
+    api_key_file: str | None = None
+    """A file with the ``api_key``."""
     hash_seed: str | None = None
     """PYTHONHASHSEED of a replica without an agent. By default the router derives it from the
     replica's events. It cannot derive it for LMCache inside vLLM (``lmcache_workers``)."""
@@ -102,6 +104,8 @@ class DiscoveredConfig:
 
     api_key: str | None = field(default=None, repr=False)
     """Sent to each replica instead of the client's own Authorization header."""
+    api_key_file: str | None = None
+    """A file with the ``api_key``."""
     agent_port: int | None = setting(None, at_least=1, at_most=65535)
     """Port of the cache engines' agents. Without it the router knows only agents that register."""
     kv_events_port: int | None = setting(None, at_least=1, at_most=65535)
@@ -411,6 +415,8 @@ class ControllerConfig:
     secret: str | None = field(default=None, repr=False)
     """Required of every caller of the API, as the password in its URL or as a bearer token. An
     admin key is accepted too."""
+    secret_file: str | None = None
+    """A file with the ``secret``."""
 
 
 @dataclass(frozen=True, kw_only=True)
