@@ -299,12 +299,14 @@ def create_app(
     reader: RecordReader | None = None,
     file: ConfigFile | None = None,
     admin_token: str | None = None,
+    picks: bool = False,
 ) -> web.Application:
     """Make the router; run it with ``handler_cancellation=True``.
 
     The replicas are asked for the first time when the application starts.
     ``reader`` gets each request's record, besides the metrics and the log. The configuration is
     read again whenever ``file`` changes. ``admin_token`` counts as an admin key.
+    ``picks``: a gateway carries the requests, so none is forwarded from here.
     Raises what loading the configured tokenizer raises.
     """
     access = Access(config.access, open_paths=FILES.keys(), admin_token=admin_token)
@@ -336,7 +338,9 @@ def create_app(
 
     app.cleanup_ctx.append(run_parts)
     app.on_shutdown.append(stop_waiting)
-    _add_routes(app)
+    _add_own_routes(app)
+    if not picks:
+        _add_forwarded_routes(app)
     if config.cors is not None:
         allow_origins(app, config.cors)
     return app
@@ -380,7 +384,9 @@ async def ticking(fleet: Fleet) -> None:
         await asyncio.sleep(_TICK_S)
 
 
-def _add_routes(app: web.Application) -> None:
+def _add_forwarded_routes(app: web.Application) -> None:
+    """Add what replicas answer; after the router's own routes, which go first."""
+
     async def proxied(request: web.Request) -> web.StreamResponse:
         return await request.app[PARTS].proxy.handle(request)
 
@@ -389,26 +395,32 @@ def _add_routes(app: web.Application) -> None:
         policy.check(Plane.PROXY, request.method, request.path, request.headers)
         return await proxied(request)
 
-    def own(path: str, handler: Callable[[Parts], Handler], *methods: str) -> None:
-        async def answered(request: web.Request) -> web.StreamResponse:
-            if request.method not in methods:
-                raise web.HTTPMethodNotAllowed(request.method, methods)
-            return await handler(request.app[PARTS])(request)
-
-        app.router.add_route("*", path, answered)
-
     for path in sorted(PROMPTED):
         app.router.add_post(path, proxied)
-    own("/v1/models", lambda parts: parts.api.models, "GET", "HEAD")
-    own("/v1/models/{model:.+}", lambda parts: parts.api.model, "GET", "HEAD")
-    own("/health", lambda parts: parts.api.health, "GET", "HEAD")
-    own("/metrics", lambda parts: parts.api.metrics, "GET", "HEAD")
-    own("/explain", lambda parts: parts.api.explain, "POST")
-    own("/replicas", lambda parts: parts.replica_endpoints.listing, "GET", "HEAD")
-    own("/replicas/{id:.+}/drain", lambda parts: parts.replica_endpoints.drain, "POST")
-    own("/replicas/{id:.+}/resume", lambda parts: parts.replica_endpoints.resume, "POST")
-    own("/ui/state", lambda parts: parts.page.state, "GET", "HEAD")
-    for path in FILES:
-        own(path, lambda parts: parts.page.file, "GET", "HEAD")
+    _own(app, "/v1/models", lambda parts: parts.api.models, "GET", "HEAD")
+    _own(app, "/v1/models/{model:.+}", lambda parts: parts.api.model, "GET", "HEAD")
     for method in METHODS:
         app.router.add_route(method, "/{path:.*}", passed)
+
+
+def _add_own_routes(app: web.Application) -> None:
+    _own(app, "/health", lambda parts: parts.api.health, "GET", "HEAD")
+    _own(app, "/metrics", lambda parts: parts.api.metrics, "GET", "HEAD")
+    _own(app, "/explain", lambda parts: parts.api.explain, "POST")
+    _own(app, "/replicas", lambda parts: parts.replica_endpoints.listing, "GET", "HEAD")
+    _own(app, "/replicas/{id:.+}/drain", lambda parts: parts.replica_endpoints.drain, "POST")
+    _own(app, "/replicas/{id:.+}/resume", lambda parts: parts.replica_endpoints.resume, "POST")
+    _own(app, "/ui/state", lambda parts: parts.page.state, "GET", "HEAD")
+    for path in FILES:
+        _own(app, path, lambda parts: parts.page.file, "GET", "HEAD")
+
+
+def _own(
+    app: web.Application, path: str, handler: Callable[[Parts], Handler], *methods: str
+) -> None:
+    async def answered(request: web.Request) -> web.StreamResponse:
+        if request.method not in methods:
+            raise web.HTTPMethodNotAllowed(request.method, methods)
+        return await handler(request.app[PARTS])(request)
+
+    app.router.add_route("*", path, answered)

@@ -490,8 +490,15 @@ def check_gateway(config: RouterConfig, at: ConfigLocation) -> None:
     picker = config.picker
     waived = () if picker is None else picker.waive
     host = "127.0.0.1" if picker is None else picker.host
-    is_open = not is_loopback(host)
-    with_key = [i for i, each in enumerate(config.replicas) if each.api_key is not None]
+    is_open = not is_loopback(host) and (picker is None or picker.client_ca is None)
+    with_key = [
+        *(
+            at.at("replicas").item(index)
+            for index, each in enumerate(config.replicas)
+            if each.api_key is not None
+        ),
+        *([] if config.discovery.each.api_key is None else [at.at("discovery.each")]),
+    ]
     serve = "run 'warmroute serve' instead"
     if config.access.keys and "access" not in waived:
         found = "are not checked behind a gateway: any client could use the replicas"
@@ -512,10 +519,10 @@ def check_gateway(config: RouterConfig, at: ConfigLocation) -> None:
         found = "is not applied behind a gateway"
         fix = f"configure it in the gateway and add 'cors' to picker.waive, or {serve}"
         raise at.at("cors").error(found, fix)
-    if with_key and is_open and "api_key" not in waived:
+    if with_key and is_open:
         found = f"would be sent to every program that can reach the picker at {host}"
         fix = (
-            "set picker.host to 127.0.0.1, or let the gateway add the key, or let only the gateway "
-            "reach the picker and add 'api_key' to picker.waive"
+            "set picker.host to 127.0.0.1, or let the gateway add the key, or set "
+            "picker.certificate, key and client_ca, so that only your gateway is answered"
         )
-        raise at.at("replicas").item(with_key[0]).at("api_key").error(found, fix)
+        raise with_key[0].at("api_key").error(found, fix)

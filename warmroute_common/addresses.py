@@ -1,10 +1,12 @@
 """Hosts, ports and URLs: how they are written, compared and listened on."""
 
+import re
 import socket
 from ipaddress import IPv6Address, ip_address
 from typing import Final
 from urllib.parse import urlsplit
 
+_CREDENTIALS: Final = re.compile(r"://[^/@\s\"']*@")
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -32,6 +34,11 @@ def without_password(url: str) -> str:
     scheme, separator, rest = url.partition("://")
     authority, slash, path = rest.partition("/")
     return f"{scheme}{separator}{authority.rpartition('@')[2]}{slash}{path}"
+
+
+def without_passwords(text: str) -> str:
+    """Return a text with the user names and passwords of all URLs in it replaced by ``***``."""
+    return _CREDENTIALS.sub("://***@", text)
 
 
 def listening_family(host: str, port: int) -> socket.AddressFamily:

@@ -5,6 +5,8 @@ import unicodedata
 from types import TracebackType
 from typing import Final
 
+from warmroute_common.addresses import without_passwords
+
 _HIDDEN: Final = ("Cc", "Cf", "Zl", "Zp")
 """Unicode's categories of control and formatting characters, and of line separators."""
 _ESCAPED: Final = {
@@ -19,12 +21,14 @@ _TRACE_INDENT: Final = "    "
 class LogFormatter(logging.Formatter):
     """Writes control characters as escapes, and each record's message as one line.
 
+    Passwords in URLs are left out.
+
     The lines of a stack trace follow, indented.
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (logging's name)
         """Return the line without its stack trace."""
-        return super().formatMessage(record).translate(_ESCAPED)
+        return without_passwords(super().formatMessage(record)).translate(_ESCAPED)
 
     def formatException(  # noqa: N802  (logging's name)
         self,
@@ -40,4 +44,5 @@ class LogFormatter(logging.Formatter):
 
     @staticmethod
     def _indented(text: str) -> str:
-        return "\n".join(_TRACE_INDENT + each.translate(_ESCAPED) for each in text.split("\n"))
+        lines = without_passwords(text).split("\n")
+        return "\n".join(_TRACE_INDENT + each.translate(_ESCAPED) for each in lines)

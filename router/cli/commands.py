@@ -22,6 +22,7 @@ from router.launch.fleet_file import load_any, load_fleet_file
 from router.launch.processes import ChildFailedError
 from router.launch.up import commands_text, run
 from router.policy import check_gateway
+from warmroute_common.addresses import without_passwords
 from warmroute_common.command_line import WholeNumberRange, config_file
 from warmroute_common.config_reader import ConfigError, ConfigLocation
 
@@ -195,7 +196,8 @@ def check_config(config_path: Path | None) -> None:
     Exit code 0 if the file can be used. Otherwise 2, and one line says what to
     change.
     """
-    click.echo(json.dumps(load_any(_required(config_path)), indent=2, default=_without_secrets))
+    settings = load_any(_required(config_path))
+    click.echo(without_passwords(json.dumps(settings, indent=2, default=_without_secrets)))
 
 
 @main.command(short_help="Run replicas and the router on this machine.")

@@ -110,7 +110,7 @@ def _port_taken(error: OSError, host: str, port: int, key: str) -> PortTakenErro
 
 async def _serve(config: RouterConfig, file: ConfigFile | None, *, picks: bool) -> None:
     token = new_admin_token()
-    app = create_app(config, file=file, admin_token=token)
+    app = create_app(config, file=file, admin_token=token, picks=picks)
     stop = _stop_signal()
     async with AsyncExitStack() as stack:
         runner = await _setup(app, config.timeouts.drain_s, stack)

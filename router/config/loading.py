@@ -11,6 +11,8 @@ from urllib.parse import urlsplit
 from router.config.credentials import client_context, load_fleet_secret, server_context
 from router.config.settings import (
     AccessConfig,
+    ControllerConfig,
+    DiscoveredConfig,
     KeyConfig,
     PickerConfig,
     ReplicaConfig,
@@ -50,6 +52,7 @@ def router_config(value: object, *, path: str, key: str = "", base: Path = Path(
     if isinstance(value, Mapping):
         check_kind(value, "router", at)
     config = build(RouterConfig, value, at)
+    config = _with_secrets(config, at, base)
     replicas = _checked_replicas(config.replicas, at.at("replicas"))
     if not replicas and not config.discovery.is_on:
         fix = "add at least one '- url: http://host:port', or the section discovery"
@@ -78,6 +81,42 @@ def router_config(value: object, *, path: str, key: str = "", base: Path = Path(
     _check_clients(config, at)
     _check_discovery(config, at.at("discovery"))
     return replace(config, replicas=replicas, tokenizer=tokenizer, picker=picker)
+
+
+_Secretive = TypeVar("_Secretive", ReplicaConfig, DiscoveredConfig, ControllerConfig)
+
+
+def _with_secrets(config: RouterConfig, at: ConfigLocation, base: Path) -> RouterConfig:
+    """Return the settings with the secrets that files have."""
+    controller, discovery = config.controller, config.discovery
+    each = _with_secret(discovery.each, "api_key", at.at("discovery.each"), base)
+    return replace(
+        config,
+        replicas=tuple(
+            _with_secret(replica, "api_key", at.at("replicas").item(index), base)
+            for index, replica in enumerate(config.replicas)
+        ),
+        discovery=replace(discovery, each=each),
+        controller=controller and _with_secret(controller, "secret", at.at("controller"), base),
+    )
+
+
+def _with_secret(settings: _Secretive, name: str, at: ConfigLocation, base: Path) -> _Secretive:
+    """Return settings with the secret ``name`` from the file that ``name_file`` names, if any."""
+    at = at.at(f"{name}_file")
+    file = _existing(getattr(settings, f"{name}_file"), "file", at, base)
+    if file is None:
+        return settings
+    if getattr(settings, name) is not None:
+        raise at.error(f"is set, and {name} too", "remove one of the two")
+    try:
+        text = Path(file).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        text = ""
+    if not text or not text.isprintable():
+        raise at.error(f"is not one line of text ({file})", "write the secret, and nothing else")
+    changed: dict[str, Any] = {name: text, f"{name}_file": file}
+    return replace(settings, **changed)
 
 
 def _ports(config: RouterConfig) -> Iterator[tuple[str, int]]:
@@ -322,13 +361,16 @@ def _checked_tracing(tracing: TracingConfig, at: ConfigLocation) -> TracingConfi
 def _checked_picker(
     picker: PickerConfig | None, at: ConfigLocation, base: Path
 ) -> PickerConfig | None:
-    """Make the paths of the certificate and key absolute."""
+    """Make the paths of the certificate, the key and the authorities absolute."""
     if picker is None:
         return None
     if (picker.certificate is None) is not (picker.key is None):
         raise at.error("certificate and key need each other", "set both, or leave both out")
+    if picker.client_ca is not None and picker.certificate is None:
+        raise at.at("client_ca").error("needs a certificate", "set certificate and key too")
     return replace(
         picker,
+        client_ca=_existing(picker.client_ca, "file", at.at("client_ca"), base),
         certificate=_existing(picker.certificate, "file", at.at("certificate"), base),
         key=_existing(picker.key, "file", at.at("key"), base),
     )

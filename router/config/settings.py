@@ -14,7 +14,7 @@ from warmroute_common.config_reader import setting
 
 MIB: Final = 1 << 20
 
-Waivable = Literal["access", "tls", "model_aliases", "cors", "api_key"]
+Waivable = Literal["access", "tls", "model_aliases", "cors"]
 PolicyName = Literal["ttft", "longest-prefix", "session", "least-loaded", "round-robin"]
 PreCachingHash = Literal[
     "builtin", "sha256", "sha256_cbor", "sha256_cbor_64bit", "xxhash", "xxhash_cbor"
@@ -44,6 +44,8 @@ class ReplicaConfig:
     """vLLM's replay endpoint, ``tcp://host:port``. By default the agent reports it."""
     api_key: str | None = field(default=None, repr=False)
     """Sent to this replica instead of the client's own Authorization header."""
+    api_key_file: str | None = None
+    """A file with the ``api_key``."""
     hash_seed: str | None = None
     """PYTHONHASHSEED of a replica without an agent. By default the router derives it from the
     replica's events. It cannot derive it for LMCache inside vLLM (``lmcache_workers``)."""
@@ -102,6 +104,8 @@ class DiscoveredConfig:
 
     api_key: str | None = field(default=None, repr=False)
     """Sent to each replica instead of the client's own Authorization header."""
+    api_key_file: str | None = None
+    """A file with the ``api_key``."""
     agent_port: int | None = setting(None, at_least=1, at_most=65535)
     """Port of the cache engines' agents. Without it the router knows only agents that register."""
     kv_events_port: int | None = setting(None, at_least=1, at_most=65535)
@@ -413,6 +417,8 @@ class ControllerConfig:
     secret: str | None = field(default=None, repr=False)
     """Required of every caller of the API, as the password in its URL or as a bearer token. An
     admin key is accepted too."""
+    secret_file: str | None = None
+    """A file with the ``secret``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -452,7 +458,8 @@ class PickerConfig:
     }
 
     host: str = "127.0.0.1"
-    """Address that both ports listen on. The gRPC port does not authenticate its callers."""
+    """Address that both ports listen on. Without ``client_ca`` the gRPC port does not authenticate
+    its callers."""
     port: int = setting(9002, at_least=0, at_most=65535)
     """Port for the gateway's gRPC calls. 0 picks a free port, which the log shows."""
     http_port: int = setting(9003, at_least=0, at_most=65535)
@@ -461,11 +468,13 @@ class PickerConfig:
     """PEM file of the certificate for gateways that use TLS. Needs ``key`` too."""
     key: str | None = None
     """PEM file of the certificate's private key."""
+    client_ca: str | None = None
+    """PEM file of authorities. Only gateways with a certificate of one of them are answered. Needs
+    ``certificate`` too. Required if a replica has an ``api_key`` and ``host`` is not loopback."""
     waive: tuple[Waivable, ...] = ()
     """Settings of this file that need not hold behind the gateway, or that the gateway enforces
     itself. Without it ``warmroute picker`` refuses to start with any of them: client keys
-    (``access``), ``tls``, ``model_aliases``, ``cors``, and ``api_key`` of a replica where
-    ``host`` is not loopback."""
+    (``access``), ``tls``, ``model_aliases`` and ``cors``."""
 
 
 # --- the whole file

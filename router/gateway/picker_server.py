@@ -99,9 +99,10 @@ class PickerServer:
         try:
             if config.certificate is None or config.key is None:
                 return int(self._server.add_insecure_port(address))
-            files = (Path(config.key), Path(config.certificate))
-            pair = await asyncio.to_thread(lambda: tuple(each.read_bytes() for each in files))
-            return int(self._server.add_secure_port(address, grpc.ssl_server_credentials([pair])))
+            credentials = await asyncio.to_thread(
+                _credentials, config.key, config.certificate, config.client_ca
+            )
+            return int(self._server.add_secure_port(address, credentials))
         except RuntimeError as error:  # gRPC raises nothing more specific; its text says why
             raise CannotListenError("picker.port", str(error)) from None
 
@@ -117,6 +118,15 @@ class PickerServer:
         status = health_pb2.HealthCheckResponse
         for name in _READINESS:
             await self._health.set(name, status.SERVING if is_ready else status.NOT_SERVING)
+
+
+def _credentials(key: str, certificate: str, client_ca: str | None) -> grpc.ServerCredentials:
+    """Read the files; with ``client_ca`` callers must show a certificate."""
+    return grpc.ssl_server_credentials(
+        [(Path(key).read_bytes(), Path(certificate).read_bytes())],
+        root_certificates=None if client_ca is None else Path(client_ca).read_bytes(),
+        require_client_auth=client_ca is not None,
+    )
 
 
 class ExternalProcessor:

@@ -15,6 +15,8 @@ from router.cli.commands import main
 from router.config.settings import (
     AccessConfig,
     CorsConfig,
+    DiscoveredConfig,
+    DiscoveryConfig,
     KeyConfig,
     PickerConfig,
     ReplicaConfig,
@@ -35,13 +37,6 @@ NOT_ENFORCED: dict[str, tuple[str, dict[str, Any]]] = {
     "tls": ("tls", {"tls": TlsConfig(cert_file="cert.pem")}),
     "model_aliases": ("model_aliases", {"model_aliases": {"gpt": "m"}}),
     "cors": ("cors", {"cors": CorsConfig(allow_origins=("*",))}),
-    "api_key": (
-        "replicas[1].api_key",
-        {
-            "replicas": (REPLICA, ReplicaConfig(url="http://b:8000", api_key="secret")),
-            "picker": PickerConfig(host="0.0.0.0"),
-        },
-    ),
 }
 """By the name that waives it, the key in the file and settings that a gateway does not enforce."""
 
@@ -58,9 +53,36 @@ def test_a_setting_that_a_gateway_does_not_enforce_is_refused_unless_waived(waiv
     check_gateway(replace(config, picker=picker), ConfigLocation("router.yaml"))
 
 
-def test_a_key_of_a_replica_is_safe_on_loopback() -> None:
-    replicas = (replace(REPLICA, api_key="secret"),)
-    check_gateway(replace(CONFIG, replicas=replicas), ConfigLocation("router.yaml"))
+WITH_KEYS = {
+    "replicas[0].api_key": replace(CONFIG, replicas=(replace(REPLICA, api_key="secret"),)),
+    "discovery.each.api_key": replace(
+        CONFIG, discovery=DiscoveryConfig(each=DiscoveredConfig(api_key="secret"))
+    ),
+}
+TLS = PickerConfig(host="0.0.0.0", certificate="server.pem", key="server.key")
+
+
+@pytest.mark.parametrize("key", WITH_KEYS)
+@pytest.mark.parametrize(
+    ("picker", "is_safe"),
+    [
+        (PickerConfig(), True),
+        (PickerConfig(host="::1"), True),
+        (PickerConfig(host="0.0.0.0"), False),
+        (TLS, False),
+        (replace(TLS, client_ca="ca.pem"), True),
+    ],
+)
+def test_replicas_keys_leave_only_for_loopback_or_a_gateway_with_a_certificate(
+    key: str, picker: PickerConfig, is_safe: bool
+) -> None:
+    at = ConfigLocation("router.yaml")
+    if is_safe:
+        check_gateway(replace(WITH_KEYS[key], picker=picker), at)
+        return
+    with pytest.raises(ConfigError, match=r"set picker\.certificate, key and client_ca") as caught:
+        check_gateway(replace(WITH_KEYS[key], picker=picker), at)
+    assert caught.value.key == key
 
 
 def test_a_plain_configuration_is_accepted() -> None:

@@ -39,6 +39,11 @@ def test_json_means_the_same() -> None:
     assert json.loads(logged("%s", line).removeprefix("INFO r ")) == {"model": FORGED}
 
 
+def test_passwords_in_urls_are_left_out() -> None:
+    line = logged("%s is down", "a (http://me:hidden@x:1, rediss://:hidden@y) b@c")
+    assert line == "INFO r a (http://***@x:1, rediss://***@y) b@c is down"
+
+
 def test_a_traces_lines_are_no_lines_of_the_log() -> None:
     try:
         raise ValueError(FORGED)

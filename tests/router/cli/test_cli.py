@@ -101,7 +101,7 @@ def test_check_config_prints_what_would_be_used(router_yaml: Path) -> None:
     router_yaml.write_text(router_yaml.read_text() + "controller: {port: 9100, secret: s3cret}\n")
     shown = json.loads(invoke("check-config", str(router_yaml))[1])
     expected = {"host": "127.0.0.1", "port": 9100, "monitor_port": 9001, "secret": "***"}
-    assert shown["controller"] == expected
+    assert shown["controller"] == expected | {"secret_file": None}
 
 
 def test_check_config_says_how_to_check_a_replicas_file(tmp_path: Path) -> None:
@@ -241,6 +241,22 @@ def test_a_key_is_for_a_client_or_for_administration(args: list[str]) -> None:
     code, output = invoke("key", *args)
     assert code == 2
     assert "give the client's NAME, or --admin" in output
+
+
+def test_no_secret_is_printed(tmp_path: Path) -> None:
+    path = tmp_path / "router.yaml"
+    path.write_text(
+        "replicas:\n"
+        "- {url: 'http://me:hidden@127.0.0.1:1', api_key: hidden, agent_url: 'http://:hidden@a:2'}\n"
+        "- {url: 'https://hid%2Fden@127.0.0.1:3/base'}\n"
+        "discovery: {dns: [{name: x}], each: {api_key: hidden}}\n"
+        "controller: {secret: hidden}\n"
+        "tracing: {endpoint: 'http://me:hidden@127.0.0.1:4'}\n"
+    )
+    code, output = invoke("check-config", str(path))
+    assert code == 0, output
+    assert "hidden" not in output and "hid%2Fden" not in output
+    assert json.loads(output)["replicas"][0]["url"] == "http://***@127.0.0.1:1"
 
 
 def test_a_configuration_of_envoy_is_printed(router_yaml: Path) -> None:

@@ -1,6 +1,7 @@
 """Settings are read strictly, and what is wrong is said in one line with its fix."""
 
 import math
+import re
 from pathlib import Path
 
 import aiohttp
@@ -334,3 +335,33 @@ async def test_a_connection_that_fails_is_described_without_tls() -> None:
             await session.get("http://127.0.0.1:1")
     assert "ssl" not in describe(caught.value)
     assert describe(TimeoutError()) == "TimeoutError"
+
+
+SECRET_PLACES = (
+    "replicas: [{url: 'http://a:1', %s}]",
+    ONE + "discovery: {dns: [{name: x}], each: {%s}}",
+)
+
+
+@pytest.mark.parametrize("text", SECRET_PLACES)
+def test_a_replicas_key_may_be_in_a_file(tmp_path: Path, text: str) -> None:
+    (tmp_path / "key").write_text("hidden\n")
+    config = load(tmp_path, text % "api_key_file: key")
+    assert "hidden" in (config.replicas[0].api_key, config.discovery.each.api_key)
+    assert "hidden" not in repr(config)
+    for wrong, found in (
+        ("api_key_file: none", "api_key_file: 'none' does not exist"),
+        ("api_key_file: key, api_key: x", "api_key_file: is set, and api_key too"),
+        ("api_key_file: empty", "api_key_file: is not one line of text"),
+        ("api_key_file: binary", "api_key_file: is not one line of text"),
+    ):
+        (tmp_path / "empty").write_text("\n")
+        (tmp_path / "binary").write_bytes(b"\xff\n\x00")
+        with pytest.raises(ConfigError, match=re.escape(found)):
+            load(tmp_path, text % wrong)
+
+
+def test_the_controllers_secret_may_be_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("hidden\n")
+    config = load(tmp_path, ONE + "controller: {secret_file: key}")
+    assert config.controller is not None and config.controller.secret == "hidden"

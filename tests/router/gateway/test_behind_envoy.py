@@ -10,8 +10,11 @@ from typing import Any, NoReturn
 import aiohttp
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from yarl import URL
 
+from cacheengine.launch.vllm_launch import free_ports
+from router.app import create_app
 from router.config.settings import AdmissionConfig, RatesConfig, ReplicaConfig
 from router.gateway import messages
 from router.gateway.envoy_config import SUBSET, merge
@@ -369,7 +372,7 @@ async def busy(gateway: Gateway, gate: asyncio.Event, admission: AdmissionConfig
     picker, _ = await gateway.both(
         policy="ttft",
         admission=admission,
-        rates=RatesConfig(prefill_tokens_per_s=0.1),
+        rates=RatesConfig(prefill_tokens_per_s=1.0),
         replicas=(ReplicaConfig(url=gateway.one.url),),
     )
     return picker
@@ -573,6 +576,64 @@ async def test_a_picker_with_a_certificate_is_asked_and_told_by_tls(
     # The answer's call uses TLS too: without it the request would have no status.
     record = await picker.record()
     assert (record.status, record.outcome) == (200, Outcome.OK)
+
+
+async def test_a_picker_with_authorities_answers_gateways_with_their_certificate_only(
+    gateway: Gateway, client: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    made = make_certificates(tmp_path)
+    config = gateway.config()
+    assert config.picker is not None
+    picker = replace(
+        config.picker, certificate=str(made.server), key=str(made.key), client_ca=str(made.ca)
+    )
+    replicas = tuple(replace(each, api_key="theirs") for each in config.replicas)
+    config = replace(config, picker=picker, replicas=replicas)
+    running = await gateway.picker(config)
+    envoy = await gateway.envoy(config)
+    async with client.post(running.url + CHAT, json=chat()) as answer:
+        await answer.read()
+    assert not running.records, "it was asked by a gateway that has no certificate"
+    [seen] = gateway.one.seen + gateway.two.seen
+    assert "theirs" not in str(seen.headers)
+    await asyncio.to_thread(envoy.kill)
+
+    chain = {"certificate_chain": {"filename": str(made.server)}}
+    certificate = {**chain, "private_key": {"filename": str(made.key)}}
+    socket = {"typed_config": {"common_tls_context": {"tls_certificates": [certificate]}}}
+    clusters = [{"name": "picker", "transport_socket": socket}]
+    own = {"static_resources": {"clusters": clusters}}
+    port = free_ports(1)[0]
+    await gateway.envoy(replace(config, port=port), lambda settings: dict(merge(settings, own)))
+    async with client.post(f"http://127.0.0.1:{port}{CHAT}", json=chat()) as answer:
+        assert answer.headers["x-warmroute-replica"] in ("one", "two")
+    keys = [each.headers.get("Authorization") for each in gateway.one.seen + gateway.two.seen]
+    assert keys.count("Bearer theirs") == 1
+
+
+async def test_the_pickers_own_port_sends_nothing_to_replicas(
+    gateway: Gateway, stranger: aiohttp.ClientSession
+) -> None:
+    """Else whoever reaches it would use the replicas with their keys, past the gateway."""
+    config = gateway.config()
+    replicas = tuple(replace(each, api_key="theirs") for each in config.replicas)
+    app = create_app(replace(config, replicas=replicas), picks=True)
+    async with TestServer(app, handler_cancellation=True) as server:
+        for method, path in (
+            ("POST", CHAT),
+            ("POST", "/v1/completions"),
+            ("POST", "/tokenize"),
+            ("GET", "/v1/models"),
+            ("GET", "/v1/files/x"),
+            ("GET", "/version"),
+        ):
+            async with stranger.request(method, server.make_url(path), json=chat()) as answer:
+                assert answer.status == 404, path
+        async with stranger.get(server.make_url("/health")) as answer:
+            assert answer.status == 200
+        async with stranger.get(server.make_url("/metrics")) as answer:
+            assert answer.status == 401
+    assert not gateway.one.seen and not gateway.two.seen
 
 
 async def test_an_operators_own_settings_are_merged_in(
