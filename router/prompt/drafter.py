@@ -377,8 +377,8 @@ class Drafter:
     ) -> Draft:
         """Return the prompt of a request to ``endpoint``; raise `BadRequestError` for wrong types.
 
-        ``trust_in`` says how far the tokens of an input are trusted. Of a prompt that is longer
-        than ``max_tokens`` nothing is tokenized, if its length says so.
+        ``trust_in`` says how far the tokens of an input are trusted. A prompt whose length
+        says that it has more than ``max_tokens`` is not tokenized.
         """
         salt = _cache_salt(body) if endpoint != "/tokenize" else None
         messages = body.get("messages")

@@ -30,7 +30,7 @@ _PART_BYTES: Final = 1 << 20
 _BACKSLASH: Final = ord("\\")
 _GAPS: Final = 4096
 _MEMBER_TEXT_BYTES: Final = 1024
-"""A longer member is no id, and no name of a model or a session."""
+"""Ids, and names of models and sessions, are shorter."""
 
 
 class _Fields(msgspec.Struct):
