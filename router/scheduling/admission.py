@@ -65,6 +65,8 @@ class WaitingRequest:
     """Predicted time that it will take of the replica."""
     replica: Replica
     """The replica that it would go to; changed by `WaitingQueue.revalue`."""
+    prompt: int | None = None
+    """Key of its prompt's last whole block; None if it has none."""
     kv: KvNeed = NO_KV
     """KV memory that it will take."""
     may_wait_s: float = 0.0
@@ -168,6 +170,9 @@ class WaitingQueue:
         self._by_client: Counter[str | None] = Counter()
         self._by_slot: dict[int, WorkInOrder] = {}
         """By the slot of a replica, the requests that would go there."""
+        self._first: dict[int, int] = {}
+        """By prompt, the number of the request whose work counts for all that have this prompt: it
+        is computed once or a few times, however many wait for it."""
         self._added = 0
         # The numbers are unique: requests themselves are never compared.
         self._order: list[tuple[float, int, WaitingRequest]] = []
@@ -238,6 +243,8 @@ class WaitingQueue:
         self._by_client[client] -= 1
         if not self._by_client[client]:
             del self._by_client[client]
+        if waiting.prompt is not None and self._first.get(waiting.prompt) == waiting.number:
+            del self._first[waiting.prompt]
         slot = waiting.replica.slot
         self._by_slot[slot].remove(key, waiting.number)
         if not self._by_slot[slot]:
@@ -261,6 +268,8 @@ class WaitingQueue:
         assert self._by_client == Counter(each.request.client for *_, each in self._order)
         by_slot = Counter(each.replica.slot for *_, each in self._order)
         assert {slot: len(work) for slot, work in self._by_slot.items()} == by_slot
+        numbers = {each.number for *_, each in self._order}
+        assert {*self._first.values()} <= numbers, "a prompt of a request that left"
         for work in self._by_slot.values():
             work.check()
 
@@ -271,7 +280,10 @@ class WaitingQueue:
         key = self._key(waiting.service_s, waiting.arrived_s)
         self._by_client[waiting.request.client] += 1
         work = self._by_slot.setdefault(waiting.replica.slot, WorkInOrder())
-        work.add(key, waiting.number, waiting.service_s)
+        is_first = waiting.prompt is None or waiting.number == self._first.setdefault(
+            waiting.prompt, waiting.number
+        )
+        work.add(key, waiting.number, waiting.service_s if is_first else 0.0)
         insort(self._order, (key, waiting.number, waiting))
         insort(self._deadlines, (waiting.deadline_s, waiting.number, waiting))
 
@@ -379,6 +391,7 @@ class AdmissionQueue:
             deadline_s=now_s + permitted_s,
             service_s=picked.cost.busy_s,
             replica=picked.replica,
+            prompt=picked.keys.keys[-1] if picked.keys.keys else None,
             kv=picked.kv,
             may_wait_s=self._may_wait_s(picked),
         )

@@ -114,7 +114,7 @@ async def test_who_waits_too_long_is_refused_with_429() -> None:
     asked = await asyncio.gather(*(bench.ask(900, text=2 + number) for number in range(3)))
     late = [each for each in asked if each.record.status == 429]
     assert late
-    assert all(each.record.total_s == pytest.approx(0.5) for each in late)
+    assert all(each.record.total_s == pytest.approx(0.0) for each in late)  # on arrival
     await bench.stop()
 
 

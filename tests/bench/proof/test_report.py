@@ -10,7 +10,7 @@ import pytest
 
 from bench.proof.bars import Bar, bars
 from bench.proof.case import Case, Search
-from bench.proof.cases import TRACED, all_cases
+from bench.proof.cases import ABLATED, TRACED, all_cases
 from bench.proof.compare import (
     Earned,
     Effect,
@@ -100,13 +100,13 @@ def test_streaming_is_compared_with_the_mixture_of_the_headline(results: list[Re
 
 
 def test_the_ablations_end_in_a_word(results: list[Result]) -> None:
-    text = table("ablations", results)
+    text, cases = table("ablations", results), len(ABLATED)
     rows = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines()}
-    assert rows["prefetch"].endswith("| 5 | 0 | keep |")
-    assert rows["rhythm"].endswith("| 0 | 5 | lose |")
+    assert rows["prefetch"].endswith(f"| {cases} | 0 | keep |")
+    assert rows["rhythm"].endswith(f"| 0 | {cases} | lose |")
     assert rows["copies"].endswith("| 0 | 0 | lose |")
-    assert rows["growth"].endswith("| 5 | 0 | keep |")
-    assert rows["ours-true-rates"].endswith("| 0 | 5 |  |")
+    assert rows["growth"].endswith(f"| {cases} | 0 | keep |")
+    assert rows["ours-true-rates"].endswith(f"| 0 | {cases} |  |")
 
 
 def effect(workload: str, low: float, value: float, high: float) -> Effect:

@@ -29,6 +29,7 @@ def waiting_request(
     deadline_s: float = 60.0,
     *,
     replica: Replica | None = None,
+    prompt: int | None = None,
 ) -> WaitingRequest:
     """Return a request whose session is its name."""
     return WaitingRequest(
@@ -37,6 +38,7 @@ def waiting_request(
         deadline_s=deadline_s,
         service_s=service_s,
         replica=replica or candidate("r").replica,
+        prompt=prompt,
     )
 
 
@@ -261,3 +263,23 @@ def test_an_endless_stream_of_short_ones_starves_nobody(
         waiting.remove(first)
         now_s += first.service_s
     assert now_s <= bound_s + 1e-6
+
+
+def test_a_prompt_that_many_wait_for_is_work_once() -> None:
+    """A hundred equal prompts are computed once or a few times, and found by the others."""
+    waiting, replica = queue(), REPLICAS[0]
+    equal = [waiting_request("x", 6.0, replica=replica, prompt=7) for _ in range(20)]
+    others = [waiting_request("y", 6.0, replica=replica, prompt=number) for number in (8, 9)]
+    for each in (*equal, *others):
+        waiting.add(each)
+
+    def ahead_s() -> float:
+        waiting.check()
+        return waiting.ahead_of(6.0, 1.0).work_s(replica.slot)
+
+    assert ahead_s() == 18.0
+    assert waiting.ahead_of(6.0, 1.0).requests(replica.slot) == 22
+    waiting.revalue(equal[0], 5.0, replica)
+    assert ahead_s() == 17.0
+    waiting.remove(equal[0])  # the replica has it now
+    assert ahead_s() == 12.0
