@@ -36,6 +36,7 @@ def routing(directory: Path, **replica: Any) -> Iterator[tuple[Server, Port]]:
     config = {
         "port": port,
         "replicas": [replica],
+        "access": {"metrics": "open"},
         "timeouts": {"health_interval_s": 0.05, "first_byte_s": 2.0, "drain_s": 1.0},
     }
     path = directory / "router.yaml"

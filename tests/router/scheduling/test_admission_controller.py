@@ -230,7 +230,8 @@ async def test_a_retry_does_not_wait_again(
     busy, other = (fleet.one, fleet.two) if fleet.one.seen else (fleet.two, fleet.one)
     other.will(cut_before_headers)
     assert (await post(client, router, SHORT))[0] == 200
-    assert prompts_seen(other) == [SHORT] and prompts_seen(busy) == [LONG, SHORT]
+    # The other one may be asked once more, if its connection had been used before.
+    assert {*prompts_seen(other)} == {SHORT} and prompts_seen(busy) == [LONG, SHORT]
     answers[busy.url].set()
     assert (await task)[0] == 200
     assert router.in_flight() == 0
