@@ -1,6 +1,7 @@
 """Two real replicas behind a real router: who gets a request, and what survives a kill."""
 
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -226,7 +227,8 @@ def test_kill_restart_and_what_the_disk_remembers(fleet: Fleet, sessions_router:
     results: list[Served] = []
     sender = threading.Thread(target=lambda: results.append(Served(router, long_prompt, **session)))
     sender.start()
-    wait_until("the holder computes", lambda: holder.vllm_metric("vllm:num_requests_running") == 1)
+    # vLLM's metrics tell of a request only at the end of a step, which may be the whole prefill.
+    time.sleep(1.0)
     holder.kill()
     sender.join(timeout=120)
     assert [served.replica for served in results] == [other.name]
