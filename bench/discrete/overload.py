@@ -34,9 +34,9 @@ from simulator.model.replica_machine import Machine
 PEAKS: Final = (0.95, 1.5, 3.0)
 """Loads of the middle phase; the last one is the overload."""
 _LEAST_SHARE: Final = 0.9
-"""Of the highest goodput: what the overload must reach."""
+"""The overload must reach this share of the highest goodput."""
 _LEAST_AFTER: Final = 0.98
-"""Of the share of requests in time without a peak: what the phase after it must reach."""
+"""The phase after the peak must reach this part of the share in time without a peak."""
 _REFUSED: Final = 429
 _PROBED: Final = 400
 """Requests by which the rate of a workload is found."""
@@ -71,7 +71,7 @@ class Phase:
     due_per_s: float
     goodput_per_s: float
     in_time_share: float
-    """Of the requests that were due."""
+    """Share of the requests that were due."""
     refused_share: float
     failed_share: float
     """Without the refused ones."""

@@ -84,9 +84,9 @@ class Watched:
     """The contender's; None for one that has none."""
     replicas_pid: int
     status: int = 200
-    """Of all its answers."""
+    """The status of all its answers."""
     metrics_url: str | None = None
-    """Of a router whose metrics say how long placing took."""
+    """URL of metrics that say how long placing took; None for a router without them."""
 
     def placed(self) -> tuple[float, float]:
         """Return how many requests were placed, and how long that took in all, in seconds."""

@@ -227,7 +227,7 @@ def test_kill_restart_and_what_the_disk_remembers(fleet: Fleet, sessions_router:
     results: list[Served] = []
     sender = threading.Thread(target=lambda: results.append(Served(router, long_prompt, **session)))
     sender.start()
-    # vLLM's metrics tell of a request only at the end of a step, which may be the whole prefill.
+    # vLLM's metrics show a request at the end of a step, and one step may be the whole prefill.
     time.sleep(1.0)
     holder.kill()
     sender.join(timeout=120)

@@ -1,4 +1,4 @@
-"""What comes from outside is one line in the log, and readable."""
+"""Text from clients and replicas is one readable line in the log."""
 
 import io
 import json

@@ -196,7 +196,7 @@ def test_a_made_key_is_known_once_its_entry_is_pasted(
 def test_what_key_prints_never_replaces_keys_when_appended(
     tmp_path: Path, args: list[str], before: str
 ) -> None:
-    """It is no section of its own: at the end of a file it is refused, or one more entry."""
+    """It prints a list item: at the end of a file that is refused, or is one more entry."""
     path = tmp_path / "router.yaml"
     text = "replicas: [{url: 'http://127.0.0.1:1'}]\n" + before
     path.write_text(text + CliRunner().invoke(main, ["key", *args]).stdout)
