@@ -28,12 +28,12 @@ from bench.lmcache.environment import python
 from bench.lmcache.stage import LMCACHE, OURS, Replica, Stage
 from bench.replica import demo as demo_report
 from bench.replica import local
-from bench.replica.demo import WORK, Sample, lies_in, sample, say
+from bench.replica.demo import FAILURES, WORK, Sample, lies_in, sample, say
 from bench.replica.model import make_model
 from bench.replica.text import real_text
 from bench.replica.tiers import NotThereError, call, common_prefix, wait_until
 from bench.ttft import COLD_QUESTION, WARM_QUESTION, BenchError, machine
-from router.launch.processes import ChildFailedError, ProcessGroup
+from router.launch.processes import ProcessGroup
 
 ROWS: Final = demo_report.ROWS | {
     "restart-vllm": "warm: vLLM was restarted",
@@ -280,17 +280,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
     WORK.mkdir(exist_ok=True)
     directory = Path(tempfile.mkdtemp(prefix="demo-lmcache-", dir=WORK)).resolve()
-    failures = (
-        ChildFailedError,
-        local.CannotStartError,
-        NotInstalledError,
-        BenchError,
-        NotThereError,
-        OSError,
-    )
     try:
         samples = run(arguments, directory)
-    except (*failures, ValueError) as error:
+    except (*FAILURES, NotInstalledError) as error:
         say(f"\nThe demo failed: {error}\nLogs are in {directory}.")
         return 1
     except KeyboardInterrupt:

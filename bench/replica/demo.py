@@ -420,20 +420,24 @@ def run(arguments: argparse.Namespace) -> list[Sample]:
     return samples
 
 
+FAILURES: Final = (
+    ChildFailedError,
+    local.CannotStartError,
+    BenchError,
+    NotThereError,
+    OSError,
+    ValueError,
+)
+"""What ends a command that starts replicas with a message, and not with a stack trace."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo and return the exit code: 0 when every row went where it should."""
     arguments = _arguments(argv)
     arguments.seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
     try:
         samples = run(arguments)
-    except (
-        ChildFailedError,
-        local.CannotStartError,
-        BenchError,
-        NotThereError,
-        OSError,
-        ValueError,
-    ) as error:
+    except FAILURES as error:
         say(f"\nThe demo failed: {error}\nLogs are in {WORK / 'demo'}.")
         return 1
     except KeyboardInterrupt:

@@ -30,7 +30,7 @@ import numpy as np
 
 from bench.command import origin, positive, work_directory, write_report
 from bench.replica import local
-from bench.replica.demo import CONFIGS, Stage, say, start_router
+from bench.replica.demo import CONFIGS, FAILURES, Stage, say, start_router
 from bench.replica.model import LARGE_KV, make_model
 from bench.replica.rate_figures import (
     QUARTERS,
@@ -54,7 +54,7 @@ from bench.replica.text import CHARS_PER_TOKEN, real_text
 from bench.replica.tiers import NotThereError, ReplicaTiers, call, metric
 from bench.ttft import REPLICA_HEADER, BenchError, ask
 from cacheengine.launch.vllm_launch import free_ports
-from router.launch.processes import ChildFailedError, ProcessGroup
+from router.launch.processes import ProcessGroup
 
 NAMES: Final = ("replica1", "replica2")
 BLOCK_TOKENS: Final = 128
@@ -606,14 +606,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         told = [f"--{name}={getattr(arguments, name)}" for name in ("minutes", "rounds", "seed")]
         made = origin("bench.replica.rates", told, arguments.json)
         figures = run(arguments)
-    except (
-        ChildFailedError,
-        local.CannotStartError,
-        BenchError,
-        NotThereError,
-        OSError,
-        ValueError,
-    ) as error:
+    except FAILURES as error:
         say(f"{shlex.join(['bench.replica.rates', *given])} failed: {error}")
         return 2
     except KeyboardInterrupt:
