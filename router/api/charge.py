@@ -5,7 +5,6 @@ several prompts, prompts beside which a body has more to compute, and the bodies
 endpoints. The answer's ``usage`` corrects the estimate at its end.
 """
 
-import asyncio
 from contextlib import suppress
 from typing import Final
 
@@ -14,7 +13,7 @@ import orjson
 from router.api.access import Grant
 from router.policy import ParsedRequest
 from router.prompt import media
-from router.prompt.prompt_reader import LARGE_BODY_BYTES
+from router.prompt.request_body import off_loop
 
 _BYTES_PER_TOKEN: Final = 4
 _MEDIA_BYTES_PER_TOKEN: Final = 256
@@ -36,12 +35,8 @@ class Charge:
 
     async def estimate(self, request: ParsedRequest) -> None:
         """Note the size of a request; its fields are gone when its prompt has been read."""
-        if not self._grant.limits_tokens:
-            return
-        if len(request.body) <= LARGE_BODY_BYTES:
-            self._estimate = estimated_tokens(request)
-        else:
-            self._estimate = await asyncio.to_thread(estimated_tokens, request)
+        if self._grant.limits_tokens:
+            self._estimate = await off_loop(len(request.body), estimated_tokens, request)
 
     def take(self, prompt_tokens: int, now_s: float, *, is_exact: bool) -> None:
         """Charge a request that was read; raise `RateLimitedError` where tokens are used up.
@@ -75,7 +70,7 @@ class Charge:
 
 
 def _media_bytes(value: object) -> int:
-    """Return how many bytes of a chat are media, which are no text to compute."""
+    """Return how many bytes of a chat are images or audio."""
     return len(orjson.dumps(value)) - len(orjson.dumps(media.shortened(value)))
 
 

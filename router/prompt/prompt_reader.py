@@ -28,6 +28,7 @@ from router.config.settings import TokenizerConfig
 from router.prompt.chat_template import read_source
 from router.prompt.drafter import Body, Draft, Drafter, PromptInput, TextInput, too_long
 from router.prompt.prompt import Prompt
+from router.prompt.request_body import LARGE_BODY_BYTES
 from router.prompt.token_cache import Memo
 from router.prompt.token_trust import CHAT_PROBES, TEXT_PROBES, Agreement, Trust, compare
 from router.prompt.tokenizer_files import TokenizerFiles, load_directory
@@ -44,9 +45,6 @@ _INLINE_CHARS: Final = 64 * 1024
 A shorter one keeps all cores busy for some milliseconds. In a thread it took 30 ms longer on a busy
 machine, because the thread waits for the event loop again and again.
 """
-
-LARGE_BODY_BYTES: Final = 256 * 1024
-"""A larger body is parsed, rendered and assembled in a thread, whatever of it is in the memo."""
 
 
 class ReadingTurns:

@@ -5,14 +5,17 @@ Other fields are skipped and take no memory. A body with more than `MAX_VALUES` 
 Strings have no limit of their own: images travel in chats.
 """
 
-from collections.abc import Iterable, Iterator
-from typing import Any, Final
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, ParamSpec, TypeVar
 
 import msgspec
 from msgspec import UNSET
 
 from warmroute_common.api_errors import BadRequestError
 
+LARGE_BODY_BYTES: Final = 256 * 1024
+"""A larger body is parsed, rendered and assembled in a thread."""
 MAX_VALUES: Final = 1_100_000
 """Values in a body: room for 2**20 token ids. Parsing more would hold the event loop for too long,
 in a thread too."""
@@ -75,6 +78,22 @@ class _Fields(msgspec.Struct):
 _FIELDS: Final = msgspec.json.Decoder(_Fields)
 _MEMBERS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _KINDS: Final = {b"[": "an array", b'"': "a string", b"t": "a boolean", b"f": "a boolean"}
+
+
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
+
+
+async def off_loop(
+    body_bytes: float,
+    work: Callable[_Given, _Result],
+    *given: _Given.args,
+    **named: _Given.kwargs,
+) -> _Result:
+    """Return ``work(*given)`` for a body: in a thread if the body is large, else at once."""
+    if body_bytes > LARGE_BODY_BYTES:
+        return await asyncio.to_thread(work, *given, **named)
+    return work(*given, **named)
 
 
 def prompt_fields(body: bytes) -> dict[str, Any]:

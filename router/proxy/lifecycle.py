@@ -22,7 +22,8 @@ from router.fleet.in_flight import Ticket
 from router.index.prompt_keys import PromptKeyCache
 from router.policy import ParsedRequest, Plane, Policy
 from router.prompt.prompt import Prompt
-from router.prompt.prompt_reader import LARGE_BODY_BYTES, PromptSource
+from router.prompt.prompt_reader import PromptSource
+from router.prompt.request_body import off_loop
 from router.proxy.relay import NO_USAGE, Usage
 from router.record.records import Cause, FailedTry, Outcome, RecordReader, RequestRecord
 from router.scheduling.admission import AdmissionController, Admitted
@@ -193,9 +194,7 @@ class RequestLifecycle:
         self, plane: Plane, method: str, path: str, headers: Mapping[str, str], body: bytes
     ) -> ParsedRequest:
         """Return what routing needs of a request; raise `BadRequestError`: see `Policy.parse`."""
-        if len(body) <= LARGE_BODY_BYTES:
-            return self.policy.parse(plane, method, path, headers, body)
-        return await asyncio.to_thread(self.policy.parse, plane, method, path, headers, body)
+        return await off_loop(len(body), self.policy.parse, plane, method, path, headers, body)
 
     async def read(self, asked: ParsedRequest, record: RequestRecord) -> PromptKeyCache:
         """Render and tokenize the prompt; return its keys, which are computed when asked for.
