@@ -30,6 +30,7 @@ from warmroute_common.agent_protocol import (
     Snapshot,
 )
 from warmroute_common.connection_errors import connection_problem
+from warmroute_common.decoding import decode_json, decode_msgpack
 from warmroute_common.fleet_secret import FleetSecret
 from warmroute_common.keys import ALGORITHMS
 
@@ -89,7 +90,7 @@ class StagingAgent(Protocol):
 
 
 class _Decode(Protocol):
-    def __call__(self, buf: bytes, /, *, type: type[_T]) -> _T: ...
+    def __call__(self, body: bytes, kind: type[_T], /) -> _T: ...
 
 
 Agents = Callable[[str], StagingAgent]
@@ -124,7 +125,7 @@ class AgentClient:
 
     async def snapshot(self) -> Snapshot:
         """Return all keys that the replica's engine holds, by tier."""
-        decode, most = msgspec.msgpack.decode, _MOST_NEWS_BYTES
+        decode, most = decode_msgpack, _MOST_NEWS_BYTES
         return await self._ask("/snapshot", Snapshot, _SNAPSHOT_S, decode=decode, most_bytes=most)
 
     async def events(self, after: int, incarnation: str, wait_s: float) -> EventBatch:
@@ -138,7 +139,7 @@ class AgentClient:
             EventBatch,
             wait_s + _ANSWER_S,
             query=query,
-            decode=msgspec.msgpack.decode,
+            decode=decode_msgpack,
             most_bytes=_MOST_NEWS_BYTES,
         )
 
@@ -191,13 +192,13 @@ class AgentClient:
         request: msgspec.Struct | None = None,
         *,
         query: Mapping[str, str] | None = None,
-        decode: _Decode = msgspec.json.decode,
+        decode: _Decode = decode_json,
         most_bytes: int = _MOST_BYTES,
     ) -> _T:
         """GET, or POST a request; return the answer, which is to be a ``kind``."""
         answer = await self._call(path, timeout_s, request, query, most_bytes=most_bytes)
         try:
-            return decode(answer, type=kind)
+            return decode(answer, kind)
         except UNREADABLE as error:
             raise AgentError(f"the answer is not a {kind.__name__}: {error}") from None
 

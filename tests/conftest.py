@@ -1,6 +1,10 @@
 """What all tests share, and how processes share the tests (pytest-xdist)."""
 
+import faulthandler
 import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -65,3 +69,50 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 each.path not in slow,
             )
         )
+
+
+_STACKS = Path(".pytest_cache/stacks")
+"""Where each process of a shared run (pytest-xdist) writes its stacks when it dies. Of a process
+that died, pytest-xdist tells the test and nothing else."""
+
+
+def pytest_configure() -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        for old in _STACKS.glob("*"):
+            old.unlink()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def stacks_of_a_crash() -> Iterator[int | None]:
+    """Let this process write its threads' stacks to a file when it crashes."""
+    if (worker := os.environ.get("PYTEST_XDIST_WORKER")) is None:
+        yield None
+        return
+    _STACKS.mkdir(parents=True, exist_ok=True)
+    with (_STACKS / f"{worker}-{os.getpid()}").open("w") as file:
+        # pytest's own handler writes to a standard error that scrolls away.
+        faulthandler.enable(file)
+        yield file.fileno()
+
+
+@pytest.fixture(autouse=True)
+def stacks_of_a_hang(stacks_of_a_crash: int | None, pytestconfig: pytest.Config) -> Iterator[None]:
+    """Write them too before pytest-timeout ends the process."""
+    if stacks_of_a_crash is None:
+        yield
+        return
+    faulthandler.dump_traceback_later(
+        float(pytestconfig.getini("timeout")) - 5.0, file=stacks_of_a_crash
+    )
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show the stacks of processes that died, without the frames that run the tests."""
+    runners = re.compile(r"/site-packages/(_pytest|pluggy|xdist|execnet)/|File \"<string>\"")
+    for file in sorted(_STACKS.glob("*")):
+        lines = [line for line in file.read_text().splitlines() if not runners.search(line)]
+        if lines:
+            terminalreporter.section(f"stacks of {file.name}")
+            terminalreporter.write_line("\n".join(lines))

@@ -18,6 +18,7 @@ from cacheengine.engine.engine import CacheEngine
 from cacheengine.residency.decisions import Promotion
 from warmroute_common import agent_protocol as wire
 from warmroute_common.api_errors import ApiError, BadRequestError
+from warmroute_common.decoding import decode_json
 from warmroute_common.http_server import Bodies, ErrorAnswers, read_body, release_body
 
 _T = TypeVar("_T")
@@ -72,7 +73,7 @@ async def decode(request: web.Request, kind: type[_T]) -> _T:
     if request.content_type != "application/json":
         raise NoJsonError("the body must be JSON: send 'Content-Type: application/json'")
     try:
-        return msgspec.json.decode(await read_body(request) or b"{}", type=kind)
+        return decode_json(await read_body(request) or b"{}", kind)
     except wire.UNREADABLE as error:
         raise BadRequestError(f"the body is not a {kind.__name__}: {error}") from None
     finally:

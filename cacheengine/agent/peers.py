@@ -17,6 +17,7 @@ import msgspec
 from cacheengine.agent.agent_requests import PeerError
 from warmroute_common import agent_protocol as wire
 from warmroute_common.addresses import without_password
+from warmroute_common.decoding import decode_json
 from warmroute_common.fleet_secret import FleetSecret
 
 logger = logging.getLogger("vllm.warmroute")
@@ -124,7 +125,7 @@ class PeerAgent:
 
     def _decoded(self, body: bytes, kind: type[_T]) -> _T:
         try:
-            return msgspec.json.decode(body, type=kind)
+            return decode_json(body, kind)
         except wire.UNREADABLE as error:
             raise PeerError(f"{self._base_url} is not an agent: {error}") from None
 

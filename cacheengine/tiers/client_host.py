@@ -25,6 +25,8 @@ from typing import Any, Final, Literal, NoReturn
 
 import msgspec
 
+from warmroute_common.decoding import decode_json, decode_msgpack
+
 _LAST_CALLS_S: Final = 1.0
 _CLOSE_S: Final = 5.0
 _PARENT_CHECK_S: Final = 1.0
@@ -148,7 +150,7 @@ class ClientHost:
             while os.getppid() == self._setup.parent_pid:
                 if not self._socket.poll(_PARENT_CHECK_S):
                     continue
-                ask = msgspec.msgpack.decode(self._socket.recv_bytes(), type=ClientCall)
+                ask = decode_msgpack(self._socket.recv_bytes(), ClientCall)
                 if ask.verb == "close":
                     break
                 future = self._threads.submit(self._answer, ask)
@@ -209,7 +211,7 @@ def _described(error: Exception) -> str:
 
 def main() -> NoReturn:
     """Run with the setup on standard input; exit without the library's exit handlers: they hang."""
-    ClientHost(msgspec.json.decode(sys.stdin.buffer.read(), type=ClientSetup)).run()
+    ClientHost(decode_json(sys.stdin.buffer.read(), ClientSetup)).run()
     os._exit(0)
 
 

@@ -44,6 +44,7 @@ from cacheengine.tiers.store import (
     StoreFullError,
     StorePausedError,
 )
+from warmroute_common.decoding import decode_msgpack
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -446,9 +447,7 @@ class ClientProcess:
         try:
             while True:
                 if self._socket.poll(_POLL_S):
-                    self._complete(
-                        msgspec.msgpack.decode(self._socket.recv_bytes(), type=ClientReply)
-                    )
+                    self._complete(decode_msgpack(self._socket.recv_bytes(), ClientReply))
                 elif self._is_stuck():
                     reason = f"its client did not answer for {self._give_up_s:.0f} s"
                     break

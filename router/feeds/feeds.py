@@ -23,6 +23,7 @@ from router.fleet.replica import Replica
 from router.index.kv_events import KvBatch, KvEventFormatError, KvEventReader
 from warmroute_common.agent_protocol import UNREADABLE, EventBatch, InstanceInfo, KeyEvent, Snapshot
 from warmroute_common.backoff import Backoff
+from warmroute_common.decoding import decode_json
 from warmroute_common.fleet_secret import FleetSecret
 from warmroute_common.tasks import all_set, end_all
 
@@ -148,7 +149,7 @@ class KvFeed:
             self._session, self._replica.config, "/kv_event_sources", timeout_s=_SOURCES_S
         )
         try:
-            sources = msgspec.json.decode(body or b"{}", type=dict[str, _Source])
+            sources = decode_json(body or b"{}", dict[str, _Source])
         except UNREADABLE:
             return None
         if len(sources) > 1:

@@ -15,6 +15,7 @@ import msgspec
 
 from router.index.prompt_keys import KeyShape, KvTier
 from warmroute_common.agent_protocol import UNREADABLE
+from warmroute_common.decoding import decode_msgpack
 from warmroute_common.keys import (
     ALGORITHMS,
     DEFAULT_SEED,
@@ -79,6 +80,11 @@ class _RemovedArray(_Removed, array_like=True, tag="BlockRemoved"):
 
 class _ClearedArray(_Cleared, array_like=True, tag="AllBlocksCleared"):
     pass
+
+
+_BATCHES: Final = msgspec.msgpack.Decoder(_Batch)
+_MAPS: Final = msgspec.msgpack.Decoder(_Stored | _Removed | _Cleared)
+_ARRAYS: Final = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +155,6 @@ class KvEventReader:
     def __init__(self) -> None:
         self.shows_first = True
         """Whether `FirstBlocks` are wanted: once the scheme is known they only cost time."""
-        self._batches = msgspec.msgpack.Decoder(_Batch)
-        self._maps = msgspec.msgpack.Decoder(_Stored | _Removed | _Cleared)
-        self._arrays = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray)
         self._group: int | None = None
         self._group_is_full = False
 
@@ -161,7 +164,7 @@ class KvEventReader:
         Events of a type that is not known are left out.
         """
         try:
-            batch = self._batches.decode(payload)
+            batch = _BATCHES.decode(payload)
             events = [event for raw in batch.events for event in self._event(raw)]
         except UNREADABLE as error:
             raise KvEventFormatError(f"message {seq}: {error}") from None
@@ -169,7 +172,7 @@ class KvEventReader:
 
     def _event(self, raw: msgspec.Raw) -> Iterable[KvEvent]:
         decoder: msgspec.msgpack.Decoder[_Stored | _Removed | _Cleared]
-        decoder = self._arrays if _is_array(raw) else self._maps
+        decoder = _ARRAYS if _is_array(raw) else _MAPS
         try:
             event = decoder.decode(raw)
         except msgspec.ValidationError:
@@ -221,7 +224,7 @@ def _first_blocks(event: _Stored, keys: Sequence[int]) -> FirstBlocks | None:
     # Beside a salt there are media, pairs, and embeddings, bytes.
     if any(rest) or (first and not isinstance(salt, str)):
         return None
-    token_ids = msgspec.msgpack.decode(event.token_ids, type=list[int])
+    token_ids = decode_msgpack(event.token_ids, list[int])
     if len(token_ids) != len(keys) * event.block_size:
         return None
     return FirstBlocks(keys, token_ids, event.block_size, salt)

@@ -46,6 +46,7 @@ from warmroute_common.api_errors import (
     UpstreamFailedError,
     UpstreamTimeoutError,
 )
+from warmroute_common.decoding import decode_json
 from warmroute_common.fleet_secret import FleetSecret
 from warmroute_common.http_server import as_json, read_body
 
@@ -183,7 +184,7 @@ async def read_json(request: web.Request, kind: type[_Struct]) -> _Struct:
         raise BadRequestError(f"{request.path}: send 'Content-Type: application/json'")
     body = await read_body(request)
     try:
-        return msgspec.json.decode(body, type=kind)
+        return decode_json(body, kind)
     except UNREADABLE as error:
         raise BadRequestError(f"{request.path}: {error}; it takes {_fields(kind)}") from None
 

@@ -16,6 +16,7 @@ from router.index.lmcache_keys import lmcache_chain
 from warmroute_common.addresses import join_host_port
 from warmroute_common.agent_protocol import UNREADABLE
 from warmroute_common.api_errors import ApiError, BadRequestError
+from warmroute_common.decoding import decode_json
 from warmroute_common.http_server import read_body
 
 UNKNOWN_OFFSET: Final = -1
@@ -195,7 +196,7 @@ async def read_call(request: web.Request, kind: type[_T]) -> _T:
     """Return a request's body as a ``kind``; raise `MalformedCallError`."""
     body = await read_body(request)
     try:
-        return msgspec.json.decode(body, type=kind)
+        return decode_json(body, kind)
     except UNREADABLE as error:
         raise MalformedCallError(f"{request.path}: {error}") from None
 

@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from router.index.prompt_keys import PromptKeys
 from warmroute_common.agent_protocol import UNREADABLE
+from warmroute_common.decoding import decode_json
 
 _CONNECT_S: Final = 2.0
 _ANSWER_S: Final = 5.0
@@ -143,7 +144,7 @@ class LmcacheServerClient:
         if status not in (200, 202):
             raise LmcacheServerRefusedError(f"{self.base_url}{path}", status, _detail(answer))
         try:
-            return msgspec.json.decode(answer, type=kind)
+            return decode_json(answer, kind)
         except UNREADABLE as error:
             text = f"{self.base_url}{path}: the answer is not a {kind.__name__}: {error}"
             raise LmcacheServerError(text) from None

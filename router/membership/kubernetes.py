@@ -15,6 +15,7 @@ from router.config.settings import DiscoveredConfig, KubernetesConfig, ReplicaCo
 from router.membership.membership import NameReplicas, Source, discovered
 from warmroute_common.addresses import join_host_port
 from warmroute_common.config_reader import describe
+from warmroute_common.decoding import convert
 
 log = logging.getLogger("warmroute.membership")
 
@@ -108,7 +109,7 @@ class Slices:
 
     def apply(self, event: WatchEvent) -> None:
         """Apply a change."""
-        changed = msgspec.convert(event.object, Slice)
+        changed = convert(event.object, Slice)
         if event.type == "DELETED":
             self._slices.pop(changed.metadata.name, None)
         else:

@@ -19,6 +19,7 @@ from msgspec import Meta, Struct
 
 from router.prompt.chat_template import ContentFormat, Message
 from warmroute_common.api_errors import BadRequestError
+from warmroute_common.decoding import convert
 
 T = TypeVar("T")
 
@@ -132,7 +133,7 @@ class UnsupportedInputError(Exception):
 def checked(value: Any, shape: Any, name: str = "") -> Any:
     """Return ``value`` if it has the shape that every replica requires; raise `BadRequestError`."""
     try:
-        msgspec.convert(value, shape)
+        convert(value, shape)
     except msgspec.ValidationError as error:
         problem, _, path = str(error).partition(" - at `$")
         missing = re.search("missing required field `(.*)`", problem)
@@ -145,7 +146,7 @@ def checked(value: Any, shape: Any, name: str = "") -> Any:
 def supported(value: Any, shape: type[T], what: str) -> T:
     """Return ``value`` as a shape whose rendering is known, else raise `UnsupportedInputError`."""
     try:
-        return msgspec.convert(value, shape)
+        return convert(value, shape)
     except msgspec.ValidationError as error:
         raise UnsupportedInputError(f"{what}: {error}") from None
 
