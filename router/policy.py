@@ -57,6 +57,9 @@ _HEALTH: Final = "/health"
 """Clients of a gateway may ask it, to see whether a request gets through to a replica."""
 
 _DOT_SEGMENT: Final = r"(?:/|%2[fF])\.{0,2}(?:/|%2[fF]|$)"
+_ODD: Final = r"[\x00-\x1f\x7f\\;]|%(?:[01][\da-fA-F]|2[5eEfF]|3[bB]|5[cC])"
+"""In a decoded path: what servers cut off, take for a slash, or decode a second time."""
+_ODD_ENCODED: Final = r"%(?:[01][\da-fA-F]|7[fF]|5[cC]|3[bB]|25)|[\\;]"
 _NEEDLESS_ESCAPE: Final = r"%(?:2[dDeE]|3\d|[46][1-9a-fA-F]|[57][\daA]|5[fF]|7[eE])"
 
 _SESSION_FIELDS: Final = ("prompt_cache_key", "session_id", "user")
@@ -167,8 +170,9 @@ class Policy:
         """
         allowed = self._allowed(plane)
         # Servers and proxies behind the router may resolve dots and empty segments: to any path.
-        is_plain = not any(each in ("", ".", "..") for each in path[1:].split("/"))
-        by_default = path not in _CONTROL and _matches(path, _FORWARDED)
+        has_dots = any(each in ("", ".", "..") for each in path[1:].split("/"))
+        is_plain = not has_dots and re.search(_ODD, path) is None
+        by_default = path.lower() not in self.refused() and _matches(path, _FORWARDED)
         if method not in METHODS or not is_plain or not (by_default or _matches(path, allowed)):
             raise not_forwarded(f"{method} {path}")
         if headers.get("upgrade", "").lower() == "websocket":
@@ -239,14 +243,17 @@ class Policy:
         )
 
     def refused(self) -> tuple[str, ...]:
-        """Return the paths that `routes` would forward by a prefix, and that must be refused."""
+        """Return the paths that `routes` would forward by a prefix, and that must be refused.
+
+        In lower case; they must be refused in any case.
+        """
         return tuple(each for each in _CONTROL if each not in self.passthrough)
 
     def _allowed(self, plane: Plane) -> Collection[str]:
         return self.passthrough if plane is Plane.PROXY else (_HEALTH, *self.passthrough)
 
 
-NOT_CANONICAL: Final = f".*(?:{_DOT_SEGMENT}|{_NEEDLESS_ESCAPE}).*"
+NOT_CANONICAL: Final = f".*(?:{_DOT_SEGMENT}|{_NEEDLESS_ESCAPE}|{_ODD_ENCODED}).*"
 """Matches a whole encoded path that could be another spelling of a path that is refused."""
 
 

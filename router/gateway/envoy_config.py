@@ -165,7 +165,10 @@ def _routes(policy: Policy) -> list[dict[str, Any]]:
     not_canonical = {"safe_regex": {"regex": NOT_CANONICAL}}
     return [
         _refusal("not-canonical", not_canonical),
-        *(_refusal(f"refused {path}", {"path": path}) for path in policy.refused()),
+        *(
+            _refusal(f"refused {path}", {"path": path, "case_sensitive": False})
+            for path in policy.refused()
+        ),
         *(_route(each, policy.limits) for each in policy.routes()),
         _refusal("other", {"prefix": "/"}),
     ]

@@ -135,11 +135,12 @@ def test_a_waiver_is_one_of_the_settings(tmp_path: Path) -> None:
 
 SEGMENTS = ["v1", "v2", "chat", "completions", "files", "load_lora_adapter", "score", "sleep", "x"]
 SEGMENTS += ["", ".", "..", "a%2Fb", "%2e%2e", "load%5flora_adapter", "mine", "responses", "ping"]
+SEGMENTS += ["..;", "x;y", "..\\x", "x%5cy", "%252e", "x%00", "Load_LoRA_adapter"]
 
 
 def route_of(policy: Policy, method: str, path: str) -> Route | None:
     """Return the route that a gateway takes for a raw path, by the rules that Envoy has."""
-    if re.fullmatch(NOT_CANONICAL, path) or path in policy.refused():
+    if re.fullmatch(NOT_CANONICAL, path) or path.lower() in policy.refused():
         return None
     for each in policy.routes():
         fits = path.startswith(each.path) if each.is_prefix else path == each.path
