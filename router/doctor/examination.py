@@ -34,6 +34,8 @@ from warmroute_common.command_line import counted
 from warmroute_common.config_reader import ConfigError
 
 _ANSWER_S: Final = 2.0
+_MOST_ANSWER_S: Final = 10.0
+"""For calls without a limit of their own: aiohttp's default is 5 minutes."""
 _FILES_PER_REQUEST: Final = 2
 """A client's connection and the one to a replica."""
 _RESERVED_FILES: Final = 256
@@ -318,7 +320,9 @@ async def examine(
 
 def _session(config: RouterConfig) -> aiohttp.ClientSession:
     connector = aiohttp.TCPConnector(ssl=client_context(config.replica_tls))
-    return aiohttp.ClientSession(connector=connector)
+    return aiohttp.ClientSession(
+        connector=connector, timeout=aiohttp.ClientTimeout(total=_MOST_ANSWER_S)
+    )
 
 
 def _check_own(config: RouterConfig, router: Section, running: dict[str, Any] | None) -> None:

@@ -17,6 +17,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica
 from router.lmcache.server_client import LmcacheServerClient, LmcacheServerError
 from router.prompt.prompt_reader import PromptSource
+from router.prompt.token_trust import HANGS
 from warmroute_common.agent_protocol import InstanceInfo, TierInfo
 from warmroute_common.fleet_secret import HOW_TO_SET, FleetSecret
 from warmroute_common.keys import DEFAULT_SEED
@@ -293,6 +294,8 @@ async def check_tokens(
     elif False in chats:
         found = "its tokens of a chat differ from the router's: prompts are matched by text"
         section.problem("chat-template", found, _CHAT_FIX)
+    elif HANGS in [each.not_compared(url) for each in known]:
+        section.problem("tokens", f"it hangs: its {HANGS}", "see its log, or restart it")
     elif None in texts:
         found = "its tokens could not be compared: its /tokenize does not answer as vLLM's does"
         section.note("tokens", found, "the router uses its own")

@@ -30,7 +30,7 @@ from router.prompt.drafter import Body, Draft, Drafter, PromptInput, TextInput, 
 from router.prompt.prompt import Prompt
 from router.prompt.request_body import LARGE_BODY_BYTES
 from router.prompt.token_cache import Memo
-from router.prompt.token_trust import CHAT_PROBES, TEXT_PROBES, Agreement, Trust, compare
+from router.prompt.token_trust import CHAT_PROBES, HANGS, TEXT_PROBES, Agreement, Trust, compare
 from router.prompt.tokenizer_files import TokenizerFiles, load_directory
 from warmroute_common.config_reader import ConfigError
 
@@ -118,6 +118,8 @@ class PromptReader:
         self._texts = Agreement(by_files)
         self._chats = Agreement(by_files)
         self._chat_probes = CHAT_PROBES
+        self._not_compared: dict[str, str] = {}
+        """By replica, why its tokens could not be compared."""
         if loaded and loaded.chat_doubt:
             # Chats are rendered by other means than /tokenize: its agreement would be no proof.
             self._chats, self._chat_probes = Agreement(Trust.REFUTED), ()
@@ -192,9 +194,13 @@ class PromptReader:
             chats_equal, _ = await compare(
                 session, replica_url, self._chat_probes, self._claim, headers
             )
-        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
-            _log.warning("%s: tokens could not be compared (%s)", replica_url, error)
+        except TimeoutError:
+            self._note_not_compared(replica_url, HANGS)
             return False
+        except (aiohttp.ClientError, ValueError, KeyError) as error:
+            self._note_not_compared(replica_url, str(error) or type(error).__name__)
+            return False
+        self._not_compared.pop(replica_url, None)
         self._drafter.max_model_len = max_len or self._drafter.max_model_len
         self._texts.note(replica_url, texts_equal)
         self._chats.note(replica_url, chats_equal)
@@ -208,8 +214,17 @@ class PromptReader:
         """Whether a replica was found to have our tokens of texts, and of chats; None: unknown."""
         return self._texts.is_equal(replica_url), self._chats.is_equal(replica_url)
 
+    def not_compared(self, replica_url: str) -> str | None:
+        """Why a replica's tokens could not be compared; `HANGS` if it did not answer in time."""
+        return self._not_compared.get(replica_url)
+
+    def _note_not_compared(self, replica_url: str, why: str) -> None:
+        self._not_compared[replica_url] = why
+        _log.warning("%s: tokens could not be compared (%s)", replica_url, why)
+
     def forget(self, replica_url: str) -> None:
         """Forget what was found of a replica."""
+        self._not_compared.pop(replica_url, None)
         self._texts.forget(replica_url)
         self._chats.forget(replica_url)
 

@@ -73,6 +73,11 @@ CHAT_PROBES: Final[Sequence[Mapping[str, Any]]] = (
 )
 
 
+_ANSWER_S: Final = 5.0
+"""For one probe at a replica: it takes milliseconds."""
+HANGS: Final = "/tokenize does not answer in time"
+
+
 class Trust(StrEnum):
     """How far the tokens of a reader are those of the replicas."""
 
@@ -129,9 +134,10 @@ async def compare(
     Returns whether all are equal, None where nothing could be compared, and the tokens of the
     replica's context, if it told them. Probes that we have no tokens for, or that the replica
     refuses (a template need not take every role), are left out. Raises what aiohttp raises,
-    and ValueError or KeyError when the answer is not one of /tokenize.
+    TimeoutError, and ValueError or KeyError when the answer is not one of /tokenize.
     """
     url = f"{replica_url.rstrip('/')}/tokenize"
+    timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
     # The router's session adds none by itself, and without it vLLM answers 400.
     typed = {**(headers or {}), "Content-Type": "application/json"}
     equal: bool | None = None
@@ -140,7 +146,7 @@ async def compare(
         expected = ours(probe)
         if expected is None:
             continue
-        async with session.post(url, json=probe, headers=typed) as response:
+        async with session.post(url, json=probe, headers=typed, timeout=timeout) as response:
             if response.status in (400, 422):
                 continue
             response.raise_for_status()

@@ -1,5 +1,6 @@
 """Stand-ins for replicas that are not as they should be, over HTTP; and what is found of them."""
 
+import asyncio
 import time
 from email.utils import formatdate
 from typing import Any
@@ -20,6 +21,8 @@ class StandIn:
         """How far its clock is ahead."""
         self.version: str | None = "0.32.0"
         self.models: list[dict[str, Any]] = [{"id": "m", "root": "/no/model"}]
+        self.hangs = False
+        """Whether ``/tokenize`` and ``/kv_event_sources`` never answer."""
         self.key: str | None = None
         """Wanted by /v1."""
         self.sources: dict[str, Any] = {}
@@ -53,9 +56,15 @@ class StandIn:
         return web.json_response({"object": "list", "data": self.models})
 
     async def _sources(self, request: web.Request) -> web.Response:
+        await self._hang()
         return web.json_response(self.sources)
 
+    async def _hang(self) -> None:
+        if self.hangs:
+            await asyncio.Event().wait()
+
     async def _tokenize(self, request: web.Request) -> web.Response:
+        await self._hang()
         if self.tokens is None:
             raise web.HTTPNotFound
         tokens = self.tokens(await request.json())
