@@ -149,6 +149,11 @@ def kv_capacity(metrics: str) -> int | None:
     return tokens or None
 
 
+def engines(metrics: str) -> int:
+    """Return how many engines (data-parallel ranks) a vLLM's metrics are of; 1 if none tells."""
+    return max(1, sum(line.startswith(f"{_CACHE_CONFIG}{{") for line in metrics.splitlines()))
+
+
 def vllm_counters(kv_bytes_per_token: float) -> tuple[SpeedCounters, ...]:
     """Return the counters of stock vLLM's speeds, and of the LMCache inside it.
 
@@ -426,6 +431,7 @@ class HealthMonitor:
             return
         text = metrics.decode(errors="replace")
         self._note_speeds(watched, text)
+        self._fleet.set_ranks(replica.id, engines(text))
         try:
             tokens = kv_capacity(text)
         except ValueError as error:
