@@ -348,9 +348,10 @@ async def _check(parts: CheckContext, seen: Examined, *, probe: bool) -> None:
     if not seen.answers:
         return
     feed = KvFeed(parts.fleet, seen.replica, session, parts.context)
-    await check_agent(parts, seen, feed, load_fleet_secret(config))
+    secret = load_fleet_secret(config)
+    await check_agent(parts, seen, feed, secret)
     if parts.prompts is not None:
-        await check_tokens(session, seen, parts.prompts)
+        await check_tokens(session, seen, parts.prompts, secret)
     await check_events(parts, seen, feed, probe=probe)
 
 
@@ -367,6 +368,9 @@ def _check_running(
         router.note("running", found, "give its admin key with --admin-key")
         return
     router.ok("running", f"a router runs at its port: {running.get('status')}")
+    faults = running.get("faults")
+    for about, why in faults.items() if isinstance(faults, dict) else ():
+        router.problem("running", f"the running router: {about}: {why}")
     states = {str(each.get("url")): str(each.get("state")) for each in known.values()}
     for each in replicas:
         state = states.pop(each.config.url, None)

@@ -271,21 +271,24 @@ _CHAT_FIX = "set tokenizer.chat_template, if the replica runs with --chat-templa
 
 
 async def check_tokens(
-    session: aiohttp.ClientSession, seen: Examined, prompts: PromptSource
+    session: aiohttp.ClientSession,
+    seen: Examined,
+    prompts: PromptSource,
+    secret: FleetSecret | None,
 ) -> None:
     """Compare the router's tokens of the probes with those of the replica's ``/tokenize``."""
     section = seen.section
     if not seen.entries:
         return
     url, headers = seen.config.url, authorization(seen.config)
-    await prompts.learn(served_models(seen.entries), session=session, url=url, headers=headers)
+    agent = None if seen.info is None else AgentClient(session, seen.config.agent_url or "", secret)
+    await prompts.learn(
+        served_models(seen.entries), session=session, url=url, headers=headers, agent=agent
+    )
     readers = {prompts.reader_for(each) for each in seen.models}
     known = [each for each in readers if each.has_tokenizer]
     if len(known) < len(readers):
-        found = (
-            f"no tokenizer of {_quoted(seen.roots)} on this machine: prompts are matched by text"
-        )
-        section.note("tokenizer", found, "set tokenizer.path to match by tokens, which is exact")
+        _report_missing(seen, prompts)
     results = [each.compared(url) for each in known]
     texts, chats = [text for text, _ in results], [chat for _, chat in results]
     if False in texts:
@@ -302,6 +305,20 @@ async def check_tokens(
     elif known:
         kinds = "texts and chats" if True in chats else "texts"
         section.ok("tokens", f"its tokens of {kinds} equal the router's")
+
+
+def _report_missing(seen: Examined, prompts: PromptSource) -> None:
+    reasons = [prompts.inexact().get(each) for each in seen.models]
+    why = next(filter(None, reasons), None)
+    if why is None:  # not vLLM's: nothing that it holds is known by tokens
+        found = (
+            f"no tokenizer of {_quoted(seen.roots)} on this machine: prompts are matched by text"
+        )
+        seen.section.note("tokenizer", found, "set tokenizer.path to match by tokens")
+        return
+    fix = "run the replica with 'warmroute replica', whose agent sends it, or set tokenizer.path"
+    found = f"{why}: the router does not know what replicas hold of its prompts"
+    seen.section.problem("tokenizer", found, fix)
 
 
 def _quoted(names: set[str]) -> str:

@@ -102,7 +102,12 @@ class Agreement:
         """How far the tokens equal the replicas', except for replicas that differ (`differs`)."""
         if self._by_files is Trust.REFUTED or not self._equal:
             return self._by_files
-        return Trust.EXACT if any(self._equal.values()) else Trust.REFUTED
+        return Trust.EXACT if self.is_confirmed else Trust.REFUTED
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether a replica has given equal tokens."""
+        return any(self._equal.values())
 
     def note(self, replica_url: str, equal: bool | None) -> None:
         """Note what came of a comparison (None: there was nothing to compare)."""

@@ -71,7 +71,7 @@ async def test_replicas_that_do_not_answer() -> None:
         in problems["lost", "health"]
     )
     assert {about for about, _ in problems} == {"one", "two", "gone", "lost"}
-    assert set(problems) - {("two", "kv-events")} == {
+    assert set(problems) - {("two", "kv-events"), ("two", "tokenizer")} == {
         (about, "health") for about in ("one", "gone", "lost")
     }
 
@@ -227,9 +227,11 @@ async def test_a_replica_that_hangs_is_not_waited_for(
 
 
 async def test_a_tokenizer_that_is_not_here_and_one_that_is_none(tmp_path: Path) -> None:
-    async with two() as (_, _, entries):
+    async with two() as (one, _, entries):
+        one.version = None
         report = await examined(*entries)
         assert "no tokenizer of '/no/model'" in found(report, Level.NOTE)["one", "tokenizer"]
+        assert "its tokenizer is missing" in found(report)["two", "tokenizer"]
         report = await examined(*entries, tokenizer={"path": str(tmp_path)})
         assert str(tmp_path) in found(report)["the router", "tokenizer"]
 
