@@ -247,7 +247,8 @@ class TokenizerConfig:
     path: str | None = None
     """Directory of the tokenizer of all models that ``models`` does not name."""
     models: dict[str, ModelTokenizerConfig] = setting(default_factory=dict)
-    """Tokenizers of single models, by the names that requests use."""
+    """Tokenizers of single models, by the names that requests use: ``NAME: {path: DIRECTORY}``, and
+    ``chat_template`` if their replicas run with ``--chat-template``."""
     cache_directory: str | None = None
     """Where the router keeps tokenizers that agents have sent. By default ``warmroute/tokenizers``
     in ``$XDG_CACHE_HOME`` or ``~/.cache``; if that cannot be written, in the directory for

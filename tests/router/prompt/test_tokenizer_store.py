@@ -15,7 +15,7 @@ from router.prompt.prompt_reader import PromptReader, PromptSource, ServedModel
 from router.prompt.tokenizer_store import TokenizerStore, TokenizerStoreError
 from router.proxy.upstream import client_session
 from tests.router.prompt.chat_shapes import TEMPLATES, USER
-from tests.router.prompt.test_readers import Replica
+from tests.router.prompt.helpers import Replica
 from tests.router.prompt.tokenizer_makers import llama3, write_model
 from warmroute_common.agent_protocol import GIVEN_TEMPLATE, TokenizerFile, TokenizerManifest
 
