@@ -18,13 +18,13 @@ log = logging.getLogger("warmroute.faults")
 _EVERY_S: Final = 2.0
 """Between two looks."""
 _LASTING_S: Final = 10.0
-"""A fault that is over sooner is a start or a restart, and not logged."""
+"""Shorter faults are starts and restarts, and are not logged."""
 _AGAIN_S: Final = 600.0
 """Between two lines about one fault that lasts."""
 
 
 class FaultReport:
-    """Finds the faults that there are now, and logs those that last."""
+    """Finds the present faults, and logs faults that last."""
 
     def __init__(self, fleet: Fleet, prompts: PromptSource) -> None:
         self._fleet = fleet
@@ -52,7 +52,7 @@ class FaultReport:
         return faults
 
     def look(self, now_s: float) -> None:
-        """Log the faults that last, and those that have ended; to be called about once a second."""
+        """Log faults that last, and their ends; must be called about once a second."""
         if now_s < self._due_s:
             return
         self._due_s = now_s + _EVERY_S

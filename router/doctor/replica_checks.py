@@ -316,9 +316,8 @@ def _report_missing(seen: Examined, prompts: PromptSource) -> None:
         )
         seen.section.note("tokenizer", found, "set tokenizer.path to match by tokens")
         return
-    fix = "run the replica with 'warmroute replica', whose agent sends it, or set tokenizer.path"
-    found = f"{why}: the router does not know what replicas hold of its prompts"
-    seen.section.problem("tokenizer", found, fix)
+    fix = "until then the router does not know what replicas hold of its prompts"
+    seen.section.problem("tokenizer", why, fix)
 
 
 def _quoted(names: set[str]) -> str:

@@ -107,7 +107,7 @@ class Ticket:
         self._speculative = speculative
         self._history_ttl_s = history_ttl_s
         self._new_keys = speculative.keys if speculative and picked.keys.chain else ()
-        """Keys of blocks that KV events should tell of: the replica did not hold them."""
+        """Keys of blocks that the replica did not hold, so KV events should report them."""
         self._whole_tokens = (len(picked.keys.keys) - 1) * picked.keys.block_tokens
         """With as many cached tokens it held them all the same: vLLM computes the last block."""
         self._prefills = None if decision.streamed else prefills

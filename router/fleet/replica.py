@@ -116,7 +116,7 @@ class Replica:
     events_problem: str | None = None
     """Why its KV events are not known, for a person; None if they are, or if it has none."""
     untold: int = 0
-    """Answered prompts with new blocks since a KV event last told of blocks on the GPU."""
+    """Answered prompts with new blocks since a KV event last reported blocks on the GPU."""
     stored_s: float = -inf
     """When that event came."""
     ranks: int = 1
@@ -306,7 +306,7 @@ class Replica:
         return None
 
     def note_stored(self, now_s: float) -> None:
-        """Note that a KV event told of new blocks on the GPU."""
+        """Note that a KV event reported new blocks on the GPU."""
         self.untold, self.stored_s = 0, now_s
 
     def fetch(self, seconds: float, now_s: float) -> float:

@@ -282,7 +282,7 @@ _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json")
 _ASK_AGAIN_S: Final = 30.0
 _LONGEST_PAUSE_S: Final = 3600.0
 
-_NOT_HERE: Final = "not on this machine; set tokenizer.path"
+_NOT_HERE: Final = "not on this machine, and no agent sends it"
 
 _SOON: Final = aiohttp.ClientTimeout(total=2.0)
 
@@ -433,7 +433,7 @@ class PromptSource:
     ) -> bool:
         """Use an agent's tokenizer where ours is missing or another.
 
-        Returns whether one is used now that was not before: then it is to be compared.
+        Returns whether the tokenizer is another one now: then it must be compared.
         """
         roots = {
             model.root
@@ -454,7 +454,9 @@ class PromptSource:
                     await self._take(agent, manifest, new)
         except (AgentError, TokenizerStoreError, ConfigError) as error:
             for root in roots - self._by_root.keys():
-                self._note_missing(root, f"not on this machine, and not from its agent: {error}")
+                self._note_missing(
+                    root, f"not on this machine, and its agent did not send it: {error}"
+                )
             return False
         return bool(roots)
 
@@ -502,7 +504,8 @@ class PromptSource:
         if reader.has_tokenizer:
             return reader.why_inexact(urls)
         root = self._root_of.get(model, model)
-        return f"its tokenizer is missing: {self._missing.get(root, 'it was not found')}"
+        why = self._missing.get(root, "it was not found")
+        return f"its tokenizer is missing: {why}; set agent_url, or tokenizer.path"
 
     def forget(self, url: str) -> None:
         """Forget a replica; readers of models that none serves any more go at the next `learn`."""

@@ -1,7 +1,7 @@
 """Tokenizers that agents have sent, in a directory, each under the digest of its files.
 
-The directory outlives the router, so a tokenizer is sent once. What is read from it is verified by
-its digests: in a directory for temporary files anybody may have written it.
+The directory outlives the router, so a tokenizer is sent once. Files in it are verified by their
+digests each time.
 """
 
 import asyncio

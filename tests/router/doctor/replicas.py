@@ -25,6 +25,7 @@ class StandIn:
         """Whether ``/tokenize`` and ``/kv_event_sources`` never answer."""
         self.key: str | None = None
         """Wanted by /v1."""
+        self.metrics = ""
         self.sources: dict[str, Any] = {}
         self.tokens: Any = None
         """A function from /tokenize's body to tokens; None: 404."""
@@ -37,6 +38,7 @@ class StandIn:
         app.router.add_get("/version", self._version)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/kv_event_sources", self._sources)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/v1/completions", self._complete)
         return app
@@ -54,6 +56,9 @@ class StandIn:
         if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":
             raise web.HTTPUnauthorized
         return web.json_response({"object": "list", "data": self.models})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text=self.metrics)
 
     async def _sources(self, request: web.Request) -> web.Response:
         await self._hang()
