@@ -81,6 +81,8 @@ class KvFeed:
         self._agent_replay: str | None = None
         self._restarted = asyncio.Event()
         self._state = _State.IDLE
+        self._has_heard = False
+        """Whether a message has come since it connected."""
         self._logged_s: dict[_State, float] = {}
 
     def note_agent_info(self, info: InstanceInfo, restarted: bool) -> None:
@@ -106,7 +108,7 @@ class KvFeed:
 
     async def _follow(self, endpoints: KvEndpoints) -> None:
         """Follow until the connection is lost or the replica has restarted."""
-        self._reader = KvEventReader()
+        self._reader, self._has_heard = KvEventReader(), False
         subscriber = KvSubscriber(self._context, endpoints, self._reader, self)
         began_s = time.monotonic()
         late = asyncio.get_running_loop().call_later(_ABSENT_AFTER_S, self._note_absent, endpoints)
@@ -124,7 +126,8 @@ class KvFeed:
             self._pause.reset()
 
     def _note_absent(self, endpoints: KvEndpoints) -> None:
-        if not self._replica.has_events:
+        # A long replay comes before the following.
+        if not (self._has_heard or self._replica.has_events):
             text = (
                 f"no KV events from {endpoints.events}: nothing there answers as vLLM's publisher "
                 "does; check the port of --kv-events-config, and that no firewall blocks it"
@@ -158,6 +161,7 @@ class KvFeed:
 
     def apply(self, batch: KvBatch) -> None:
         """Take a message, in order, each once."""
+        self._has_heard = True
         if self._state is _State.UNREADABLE:
             self._begin()
         problem = self._replica.shape_problem

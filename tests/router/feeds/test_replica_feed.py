@@ -12,8 +12,10 @@ import zmq.asyncio
 from aiohttp import web
 
 from router.config.settings import ReplicaConfig, RouterConfig
-from router.feeds.feeds import Feeds, poll_gap_s
+from router.feeds.feeds import Feeds, KvFeed, poll_gap_s
+from router.feeds.kv_subscriber import KvEndpoints
 from router.fleet.fleet import Fleet
+from router.index.kv_events import KvBatch
 from router.index.prompt_keys import KvTier, keys64
 from tests.router.agent_server import AgentServer, serving, until
 from tests.router.feeds.helpers import feeding
@@ -332,6 +334,21 @@ async def test_a_publisher_that_is_not_there_is_a_fault_and_one_line(
             await until(lambda: replica.events_fault() is not None)
             assert f"no KV events from tcp://127.0.0.1:{port}" in (replica.events_fault() or "")
     assert len(lines(caplog, "no KV events")) == 1
+
+
+@pytest.mark.parametrize("replays", [True, False])
+async def test_a_long_replay_is_not_taken_for_silence(
+    context: zmq.asyncio.Context, replays: bool
+) -> None:
+    """Its first messages have come, and its end has not."""
+    fleet = Fleet(RouterConfig(replicas=(ReplicaConfig(url="http://127.0.0.1:1"),)))
+    (replica,) = fleet.replicas.values()
+    async with aiohttp.ClientSession() as session:
+        feed = KvFeed(fleet, replica, session, context)
+        if replays:
+            feed.apply(KvBatch(0, 0.0, []))
+        feed._note_absent(KvEndpoints("tcp://127.0.0.1:1"))
+    assert (replica.events_fault() is None) is replays
 
 
 @pytest.mark.parametrize(
