@@ -222,7 +222,8 @@ class IndexConfig:
     speculative_ttl_s: float = setting(30.0, above=0)
     """How long the prefix of a routed request counts as held before an event confirms it."""
     history_ttl_s: float = setting(600.0, above=0)
-    """The same for replicas that publish no events."""
+    """The same for replicas that publish no events, and for answered prompts that no event
+    confirmed."""
 
 
 @dataclass(frozen=True, kw_only=True)
