@@ -271,18 +271,18 @@ class Ticket:
     def _note_untold(self, now_s: float) -> None:
         """If no KV event came since the start, keep what this request has left on the GPU.
 
-        The events are late, or none come: then the requests sent are all that is known.
+        The events are late, or none come, or their connection was lost meanwhile and with it what
+        was known: then the requests sent are all that is known.
         """
         replica = self.replica
         if (
             self._speculative is None
             or not self._new_keys
-            or not replica.has_events
             or replica.is_removed
             or replica.stored_s >= self.started_s
         ):
             return
-        replica.untold += 1
+        replica.untold += replica.has_events
         self._index.withdraw(self._speculative)
         self._index.believe(replica.slot, self._new_keys, now_s + self._history_ttl_s)
 

@@ -583,6 +583,19 @@ def test_history_stands_in_for_events_that_do_not_come() -> None:
     fleet.index.check()
 
 
+def test_what_is_answered_after_the_events_were_lost_is_known() -> None:
+    fleet, prompt = make_fleet(1), tokens(640)
+    fleet.following_kv("r0")
+    ticket = fleet.start(place(fleet, prompt), 0.0)
+    ticket.first_byte(0.5)
+    fleet.lost_kv("r0")
+    assert place(fleet, prompt, 1.0).matched_tokens == {}
+    ticket.finish(2.0, ok=True)
+    assert place(fleet, prompt, 300.0).matched_tokens == {KvTier.GPU: 640}
+    assert fleet.replicas["r0"].untold == 0
+    fleet.index.check()
+
+
 def test_events_that_come_or_need_not_come_are_no_fault() -> None:
     fleet, prompts = make_fleet(1), [tokens(640, start=1000 * at) for at in range(20)]
     fleet.following_kv("r0")
