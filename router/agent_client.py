@@ -3,6 +3,8 @@
 aiohttp's exceptions are mapped here, once, to `AgentError`.
 """
 
+import asyncio
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol, TypeVar
 from urllib.parse import quote
@@ -28,6 +30,8 @@ from warmroute_common.agent_protocol import (
     PrefetchReply,
     PrefetchRequest,
     Snapshot,
+    TokenizerFile,
+    TokenizerManifest,
 )
 from warmroute_common.connection_errors import connection_problem
 from warmroute_common.decoding import decode_json, decode_msgpack
@@ -38,6 +42,8 @@ _CONNECT_S: Final = 2.0
 _ANSWER_S: Final = 10.0
 _SNAPSHOT_S: Final = 60.0
 """A snapshot of millions of keys takes seconds to make and to send."""
+_TOKENIZER_FILE_S: Final = 60.0
+"""Up to 64 MiB."""
 _CLEAR_S: Final = 60.0
 """A disk tier's files are removed one by one."""
 _MOVE_S: Final = 30.0
@@ -122,6 +128,20 @@ class AgentClient:
                 f"known are {', '.join(ALGORITHMS)}"
             )
         return info
+
+    async def tokenizer(self) -> TokenizerManifest:
+        """Return which files the replica's tokenizer is made of."""
+        return await self._ask("/tokenizer", TokenizerManifest, _ANSWER_S)
+
+    async def tokenizer_file(self, file: TokenizerFile) -> bytes:
+        """Return one of these files, verified."""
+        path = f"/tokenizer/{file.sha256}"
+        data = await self._call(path, _TOKENIZER_FILE_S, most_bytes=file.size)
+        # Some tens of MB: not on the event loop.
+        digest = await asyncio.to_thread(hashlib.sha256, data)
+        if digest.hexdigest() != file.sha256:
+            raise AgentError(f"{self.base_url}{path}: the answer is another file")
+        return data
 
     async def snapshot(self) -> Snapshot:
         """Return all keys that the replica's engine holds, by tier."""

@@ -30,6 +30,7 @@ from router.config.credentials import (
     server_context,
 )
 from router.config.settings import ReplicaTlsConfig, RouterConfig, TlsConfig
+from router.faults import FaultReport
 from router.feeds.feeds import Feeds
 from router.feeds.health_monitor import HealthMonitor
 from router.fleet.fleet import Fleet
@@ -63,6 +64,7 @@ class Parts:
     """The router's parts while it runs, for tests and for programs that embed it."""
 
     fleet: Fleet
+    faults: FaultReport
     admission: AdmissionController
     feeds: Feeds
     health: HealthMonitor
@@ -137,7 +139,7 @@ def make_parts(
     stager = Stager(config, fleet, agents, lmcache=lmcache.prefetch)
     sizes = partial(_sizes, fleet, admission, lmcache)
     waits, retries = FirstByteWaits(fleet, lmcache), Retries()
-    health = HealthMonitor(config, fleet, prompts, session, changed=waits.look)
+    health = HealthMonitor(config, fleet, prompts, session, agents=agents, changed=waits.look)
     feeds = Feeds(fleet, session, secret)
     followers = _Followers(
         health=health,
@@ -168,11 +170,14 @@ def make_parts(
     metrics = Metrics(
         *(fleet, sizes, lmcache.counts, access.refused, reload.counts),
         dropped=exports.dropped,
+        inexact=prompts.inexact,
     )
     records.add(metrics)
+    faults = FaultReport(fleet, prompts)
     controller = _controller(config, members, session, lmcache, access, secret=secret)
     return Parts(
         fleet=fleet,
+        faults=faults,
         admission=admission,
         feeds=feeds,
         health=health,
@@ -191,6 +196,7 @@ def make_parts(
             session=session,
             access=access,
             reload=reload,
+            faults=faults,
         ),
         replica_endpoints=ReplicaEndpoints(fleet=fleet, look_again=health.look_again),
         controller=controller,
@@ -362,12 +368,12 @@ async def _start(parts: Parts, stack: AsyncExitStack) -> None:
     parts.discovery.start()
     stack.push_async_callback(parts.reload.stop)
     await parts.reload.start()
-    tick = asyncio.create_task(ticking(parts.fleet), name="tick")
+    tick = asyncio.create_task(ticking(parts.fleet, parts.faults), name="tick")
     stack.callback(tick.cancel)
 
 
-async def ticking(fleet: Fleet) -> None:
-    """End what time has ended, about once a second and without end."""
+async def ticking(fleet: Fleet, faults: FaultReport) -> None:
+    """End what time has ended and look for faults, about once a second and without end."""
     is_full = False
     while True:
         try:
@@ -379,6 +385,7 @@ async def ticking(fleet: Fleet) -> None:
                     "matched; raise index.max_keys",
                     fleet.index.max_keys,
                 )
+            faults.look(time.monotonic())
         except Exception:  # one tick that fails must not be the last: nothing would expire any more
             log.exception("ending what time has ended failed")
         await asyncio.sleep(_TICK_S)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final, cast
 
 from cacheengine.agent.agent import Agent
+from cacheengine.agent.served_tokenizer import ServedTokenizer
 from cacheengine.engine.engine import CacheEngine
 from cacheengine.engine.tier_io import IoThreads, JobRunner, make_tier
 from cacheengine.identity.chunk_layout import ChunkLayout
@@ -237,7 +238,8 @@ def open_storage(
             kv_replay_port=kv_replay_port,
             transfer_port=server.address[1],
         )
-        agent = Agent(receives, identity, config, meter)
+        tokenizer = ServedTokenizer(settings.tokenizer_directory)
+        agent = Agent(receives, identity, config, meter, tokenizer=tokenizer)
         undo.callback(agent.stop)
         agent.start()
         return EngineStorage(engine=engine, meter=meter, agent=agent, undo=undo.pop_all())

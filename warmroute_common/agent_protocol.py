@@ -8,6 +8,8 @@ parsing. Keys in requests are whole digests in hex: they name bytes to move.
 This module is shared with the router: standard library and msgspec only.
 """
 
+import hashlib
+import re
 import sys
 from array import array
 from collections.abc import Iterable
@@ -91,6 +93,52 @@ class InstanceInfo(ReplicaIdentity, frozen=True, kw_only=True):
     layout: str = ""
     """Fingerprint of the chunk layout: only replicas with equal ones can exchange chunks."""
     version: str = ""
+
+
+MAX_TOKENIZER_FILE_BYTES: Final = 64 << 20
+"""The largest tokenizer.json of open models has some 35 MB."""
+MAX_TOKENIZER_BYTES: Final = 128 << 20
+"""For all files of one tokenizer."""
+_TEMPLATE_NAME: Final = re.compile(r"\w[\w.-]{0,99}\.jinja")
+_TOKENIZER_FILES: Final = frozenset(
+    {
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "config.json"),
+        *("chat_template.jinja", "preprocessor_config.json", "processor_config.json"),
+        *("tekken.json", "sentence_bert_config.json"),
+    }
+)
+TEMPLATES_FOLDER: Final = "additional_chat_templates"
+GIVEN_TEMPLATE: Final = "given_chat_template.jinja"
+"""Name of the template of vLLM's ``--chat-template``: it goes before those of the model."""
+
+
+def is_tokenizer_file(name: str) -> bool:
+    """Whether a file of this name may be one of a tokenizer; no such name leaves its directory."""
+    if name in _TOKENIZER_FILES or name == GIVEN_TEMPLATE:
+        return True
+    folder, _, template = name.partition("/")
+    return folder == TEMPLATES_FOLDER and _TEMPLATE_NAME.fullmatch(template) is not None
+
+
+class TokenizerFile(msgspec.Struct, frozen=True, kw_only=True):
+    """One file of a tokenizer; ``GET /tokenizer/SHA256`` answers its bytes."""
+
+    sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+    size: Annotated[int, Meta(ge=0, le=MAX_TOKENIZER_FILE_BYTES)]
+
+
+class TokenizerManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """``GET /tokenizer``: the files from which the replica's tokenizer and chats are made, by name.
+
+    404 if the replica has none, or if they are larger than `MAX_TOKENIZER_BYTES`.
+    """
+
+    files: Annotated[dict[str, TokenizerFile], Meta(max_length=100)]
+
+    def digest(self) -> str:
+        """Return a text that names this content."""
+        lines = (f"{each.sha256} {name}\n" for name, each in sorted(self.files.items()))
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 Lora = tuple[str, str]

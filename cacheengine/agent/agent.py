@@ -22,6 +22,7 @@ from cacheengine.agent.agent_handlers import AgentHandlers
 from cacheengine.agent.agent_requests import MAX_BODY_BYTES, AgentErrors, agent_bodies, wake
 from cacheengine.agent.move_jobs import MoveJobs
 from cacheengine.agent.peers import AgentHttpClient, ControllerRegistration
+from cacheengine.agent.served_tokenizer import ServedTokenizer
 from cacheengine.engine.engine import CacheEngine
 from cacheengine.identity.kv_versions import KvVersions
 from cacheengine.record import TransferMeter
@@ -96,8 +97,11 @@ class Agent:
         config: EngineConfig,
         meter: TransferMeter | None = None,
         versions: KvVersions | None = None,
+        *,
+        tokenizer: ServedTokenizer | None = None,
     ) -> None:
         self._engine = engine
+        self._tokenizer = tokenizer or ServedTokenizer(None)
         self._versions = versions or KvVersions()
         self._identity = identity
         self._config = config
@@ -154,7 +158,8 @@ class Agent:
             )
             app[BODIES] = agent_bodies()
             handlers = AgentHandlers(
-                self._engine, self._identity, move_jobs, self._meter, self._versions
+                *(self._engine, self._identity, move_jobs, self._meter, self._versions),
+                self._tokenizer,
             )
             app.add_routes(handlers.routes())
             runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)

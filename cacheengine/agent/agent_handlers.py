@@ -25,6 +25,7 @@ from cacheengine.agent.agent_requests import (
     wait_for_promotion,
 )
 from cacheengine.agent.move_jobs import MoveJobs
+from cacheengine.agent.served_tokenizer import ServedTokenizer
 from cacheengine.engine.engine import CacheEngine
 from cacheengine.engine.engine_metrics import render_metrics
 from cacheengine.identity.kv_versions import KvVersions
@@ -47,10 +48,13 @@ class AgentHandlers:
     move_jobs: MoveJobs
     meter: TransferMeter
     versions: KvVersions
+    tokenizer: ServedTokenizer
     _scheme: HashScheme = field(init=False)
+    _reading: asyncio.Semaphore = field(init=False)
 
     def __post_init__(self) -> None:
         self._scheme = HashScheme(self.identity.hash_algorithm, self.identity.hash_seed)
+        self._reading = asyncio.Semaphore(1)
 
     def routes(self) -> list[web.RouteDef]:
         """Return the paths that are served."""
@@ -58,6 +62,8 @@ class AgentHandlers:
             web.get("/health", self.health),
             web.get("/info", self.info),
             web.post("/lookup", self.lookup),
+            web.get("/tokenizer", self.tokenizer_manifest),
+            web.get("/tokenizer/{sha256}", self.tokenizer_file),
             web.get("/snapshot", self.snapshot),
             web.get("/events", self.events),
             web.get("/metrics", self.metrics),
@@ -87,6 +93,17 @@ class AgentHandlers:
                 version=version("warmroute"),
             )
         )
+
+    async def tokenizer_manifest(self, request: web.Request) -> web.Response:
+        """Return which files the replica's tokenizer is made of."""
+        return as_json(await asyncio.to_thread(self.tokenizer.manifest))
+
+    async def tokenizer_file(self, request: web.Request) -> web.Response:
+        """Return one of these files."""
+        async with self._reading:
+            sha256 = request.match_info["sha256"]
+            data = await asyncio.to_thread(self.tokenizer.content, sha256)
+        return web.Response(body=data, content_type="application/octet-stream")
 
     async def lookup(self, request: web.Request) -> web.Response:
         """Report how much of a prompt all tiers together, or one of them, hold."""

@@ -59,6 +59,8 @@ class ModelIdentity:
     attention: str
     pages: str
     hash_algorithm: str
+    tokenizer: str = ""
+    """The directory of its tokenizer on this machine; empty if there is none."""
 
     @classmethod
     def from_extra_config(cls, extra_config: Mapping[str, Any]) -> "ModelIdentity":
@@ -78,6 +80,8 @@ def identify(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> ModelId
     """Return the identity of the model that a vLLM process serves."""
     model, load = vllm_config.model_config, vllm_config.load_config
     files = _files_of(model, load)
+    named = model.tokenizer, model.tokenizer_revision
+    tokenizer = locate(*named, load.download_dir) or locate(*named)
     return ModelIdentity(
         model=(files and files.hub_name) or model.model,
         weights=_weights(files, model, load),
@@ -86,6 +90,7 @@ def identify(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> ModelId
         attention=_attention(vllm_config, kv_cache_config),
         pages=_pages(kv_cache_config),
         hash_algorithm=str(vllm_config.cache_config.prefix_caching_hash_algo),
+        tokenizer="" if tokenizer is None else str(tokenizer.path),
     )
 
 

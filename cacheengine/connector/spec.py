@@ -38,6 +38,7 @@ from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from cacheengine.agent.agent import Agent
+from cacheengine.agent.served_tokenizer import ServedTokenizer
 from cacheengine.connector.copy_worker import CpuCopyWorker, join_copies
 from cacheengine.connector.manager import WarmrouteManager
 from cacheengine.connector.model_identity import (
@@ -272,7 +273,11 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
             transfer_port = self._serve_transfers(engine, meter, undo)
             versions = KvVersions(locate)
             identity = self._identity(transfer_port)
-            agent = Agent(engine, identity, self.engine_config, meter, versions)
+            directory = Path(self.model.tokenizer) if self.model.tokenizer else None
+            tokenizer = ServedTokenizer(directory, self.settings.chat_template)
+            agent = Agent(
+                *(engine, identity, self.engine_config, meter, versions), tokenizer=tokenizer
+            )
             # The agent stops before everything that its jobs and answers use.
             undo.callback(agent.stop)
             agent.start()

@@ -137,6 +137,8 @@ class ReplicaSettings:
     kv_events_port: int | None = None
     """Port for data parallel rank 0; vLLM adds the rank."""
     kv_replay_port: int | None = None
+    chat_template: str | None = None
+    """The value of vLLM's ``--chat-template``, which vLLM's engine process is not given."""
 
     @classmethod
     def from_extra_config(cls, extra_config: Mapping[str, Any]) -> "ReplicaSettings":
@@ -161,6 +163,7 @@ def vllm_arguments(
     settings = ReplicaSettings(
         kv_events_port=kv_events_port,
         kv_replay_port=kv_replay_port,
+        chat_template=value_of(vllm_args, "", "--chat-template") or None,
     )
     transfer = {
         "kv_connector": "WarmrouteConnector",

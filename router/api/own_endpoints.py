@@ -13,6 +13,7 @@ from aiohttp import web
 from router.api.access import GRANT, Access
 from router.api.explanation import explanation
 from router.config.settings import RouterConfig
+from router.faults import FaultReport
 from router.feeds.health_monitor import HealthMonitor, fetch_models
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica, ReplicaState
@@ -39,6 +40,7 @@ class OwnEndpoints:
     session: aiohttp.ClientSession
     access: Access
     reload: Reload
+    faults: FaultReport
 
     async def models(self, request: web.Request) -> web.Response:
         """``GET /v1/models``: what the replicas that are up serve, each model once, and aliases.
@@ -59,8 +61,9 @@ class OwnEndpoints:
         """``GET /health``: 200 while at least one replica is up, else 503; so while it leaves.
 
         ``first_probes`` are under way until every replica has been found up or down. Each replica
-        by its name and address only for the administration, and whether the configuration's file
-        as it is now is used.
+        by its name and address only for the administration, whether the configuration's file as it
+        is now is used, for each model whether its tokens are exact, and the faults by which the
+        router does not know what replicas hold.
         """
         replicas = self.fleet.replicas.values()
         is_leaving = request.app[LEAVING].has_begun
@@ -80,6 +83,8 @@ class OwnEndpoints:
                 "problem": self.reload.problem,
                 "used_at_next_start": self.reload.waiting,
             }
+            body["tokens"] = self.faults.tokens()
+            body["faults"] = self.faults.found()
         return as_json(body, status=200 if is_ok else 503)
 
     async def metrics(self, request: web.Request) -> web.Response:

@@ -14,6 +14,7 @@ from router.config.settings import (
     ControllerConfig,
     DiscoveredConfig,
     KeyConfig,
+    ModelTokenizerConfig,
     PickerConfig,
     ReplicaConfig,
     ReplicaTlsConfig,
@@ -259,14 +260,29 @@ def _check_endpoint(endpoint: str | None, at: ConfigLocation) -> None:
         raise at.error(f"'{endpoint}' is an address to listen on, not to connect to", fix)
 
 
+_Tokenizer = TypeVar("_Tokenizer", TokenizerConfig, ModelTokenizerConfig)
+
+
 def _checked_tokenizer(
     tokenizer: TokenizerConfig, at: ConfigLocation, base: Path
 ) -> TokenizerConfig:
     """Make the tokenizer's paths absolute; they may begin with ``~`` or be relative to the file."""
+
+    def checked(one: _Tokenizer, at: ConfigLocation) -> _Tokenizer:
+        found: dict[str, Any] = {
+            "path": _existing(one.path, "directory", at.at("path"), base),
+            "chat_template": _existing(one.chat_template, "file", at.at("chat_template"), base),
+        }
+        return replace(one, **found)
+
+    models = {
+        name: checked(each, at.at("models").at(name)) for name, each in tokenizer.models.items()
+    }
+    cache = tokenizer.cache_directory
     return replace(
-        tokenizer,
-        path=_existing(tokenizer.path, "directory", at.at("path"), base),
-        chat_template=_existing(tokenizer.chat_template, "file", at.at("chat_template"), base),
+        checked(tokenizer, at),
+        models=models,
+        cache_directory=cache and str(base.absolute() / Path(cache).expanduser()),
     )
 
 

@@ -222,16 +222,40 @@ class IndexConfig:
     speculative_ttl_s: float = setting(30.0, above=0)
     """How long the prefix of a routed request counts as held before an event confirms it."""
     history_ttl_s: float = setting(600.0, above=0)
-    """The same for replicas that publish no events."""
+    """The same for replicas that publish no events, and for answered prompts that no event
+    confirmed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelTokenizerConfig:
+    """The tokenizer of one model."""
+
+    path: str
+    """Directory of the tokenizer."""
+    chat_template: str | None = None
+    """A template file, if its replicas run with ``--chat-template``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-    """How the router turns prompts into the tokens that replicas see."""
+    """How the router turns prompts into the tokens that replicas see.
+
+    By default the router looks for each model's tokenizer on its own disk: in the directory that
+    replicas name, and in the Hugging Face cache. It gets what is not there from the replicas'
+    agents, with the chat template that they use. It downloads nothing else.
+    """
 
     path: str | None = None
-    """Directory of the model's tokenizer. By default the router looks for the model's tokenizer in
-    its own Hugging Face cache; it does not download it."""
+    """Directory of the tokenizer of all models that ``models`` does not name."""
+    models: dict[str, ModelTokenizerConfig] = setting(default_factory=dict)
+    """Tokenizers of single models, by the names that requests use: ``NAME: {path: DIRECTORY}``, and
+    ``chat_template`` if their replicas run with ``--chat-template``."""
+    cache_directory: str | None = None
+    """Where the router keeps tokenizers that agents have sent. By default ``warmroute/tokenizers``
+    in ``$XDG_CACHE_HOME`` or ``~/.cache``; if that cannot be written, in the directory for
+    temporary files."""
+    cache_bytes: int = setting(1024 * MIB, at_least=128 * MIB)
+    """Limit of that directory. The tokenizers that were not used for the longest time go first."""
     memo_bytes: int = setting(64 * MIB, at_least=0)
     """Memory for tokenized texts, so that the next turn of a conversation only tokenizes its new
     text."""

@@ -17,7 +17,7 @@ from router.doctor.findings import Section
 from router.doctor.http_probe import ProbeError, send
 from router.doctor.replica_checks import CheckContext, Examined, hash_in_words
 from router.feeds.feeds import KvFeed
-from router.feeds.health_monitor import authorization
+from router.feeds.health_monitor import authorization, engines, fetch
 from router.feeds.kv_subscriber import KvEndpoints, KvSubscriber
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica
@@ -86,6 +86,7 @@ async def check_events(parts: CheckContext, seen: Examined, feed: KvFeed, *, pro
     """Follow a replica's events for a while; with ``probe`` send a prompt and await its events."""
     section = seen.section
     endpoints = await feed.endpoints()
+    await _check_ranks(parts, seen)
     if endpoints is None:
         _report_no_events(seen)
         return
@@ -111,6 +112,14 @@ async def check_events(parts: CheckContext, seen: Examined, feed: KvFeed, *, pro
         _check_hash(seen, probed=probe)
     finally:
         await end_all([following])
+
+
+async def _check_ranks(parts: CheckContext, seen: Examined) -> None:
+    timeout_s = parts.config.timeouts.health_timeout_s
+    metrics = await fetch(parts.session, seen.config, "/metrics", timeout_s=timeout_s)
+    parts.fleet.set_ranks(seen.replica.id, engines((metrics or b"").decode(errors="replace")))
+    if (why := seen.replica.events_fault()) is not None:
+        seen.section.problem("ranks", why)
 
 
 def _report_no_events(seen: Examined) -> None:

@@ -34,6 +34,8 @@ from warmroute_common.command_line import counted
 from warmroute_common.config_reader import ConfigError
 
 _ANSWER_S: Final = 2.0
+_MOST_ANSWER_S: Final = 10.0
+"""For calls without a limit of their own: aiohttp's default is 5 minutes."""
 _FILES_PER_REQUEST: Final = 2
 """A client's connection and the one to a replica."""
 _RESERVED_FILES: Final = 256
@@ -318,7 +320,9 @@ async def examine(
 
 def _session(config: RouterConfig) -> aiohttp.ClientSession:
     connector = aiohttp.TCPConnector(ssl=client_context(config.replica_tls))
-    return aiohttp.ClientSession(connector=connector)
+    return aiohttp.ClientSession(
+        connector=connector, timeout=aiohttp.ClientTimeout(total=_MOST_ANSWER_S)
+    )
 
 
 def _check_own(config: RouterConfig, router: Section, running: dict[str, Any] | None) -> None:
@@ -344,9 +348,10 @@ async def _check(parts: CheckContext, seen: Examined, *, probe: bool) -> None:
     if not seen.answers:
         return
     feed = KvFeed(parts.fleet, seen.replica, session, parts.context)
-    await check_agent(parts, seen, feed, load_fleet_secret(config))
+    secret = load_fleet_secret(config)
+    await check_agent(parts, seen, feed, secret)
     if parts.prompts is not None:
-        await check_tokens(session, seen, parts.prompts)
+        await check_tokens(session, seen, parts.prompts, secret)
     await check_events(parts, seen, feed, probe=probe)
 
 
@@ -363,6 +368,9 @@ def _check_running(
         router.note("running", found, "give its admin key with --admin-key")
         return
     router.ok("running", f"a router runs at its port: {running.get('status')}")
+    faults = running.get("faults")
+    for about, why in faults.items() if isinstance(faults, dict) else ():
+        router.problem("running", f"the running router: {about}: {why}")
     states = {str(each.get("url")): str(each.get("state")) for each in known.values()}
     for each in replicas:
         state = states.pop(each.config.url, None)

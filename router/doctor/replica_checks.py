@@ -17,6 +17,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica
 from router.lmcache.server_client import LmcacheServerClient, LmcacheServerError
 from router.prompt.prompt_reader import PromptSource
+from router.prompt.token_trust import HANGS
 from warmroute_common.agent_protocol import InstanceInfo, TierInfo
 from warmroute_common.fleet_secret import HOW_TO_SET, FleetSecret
 from warmroute_common.keys import DEFAULT_SEED
@@ -270,21 +271,24 @@ _CHAT_FIX = "set tokenizer.chat_template, if the replica runs with --chat-templa
 
 
 async def check_tokens(
-    session: aiohttp.ClientSession, seen: Examined, prompts: PromptSource
+    session: aiohttp.ClientSession,
+    seen: Examined,
+    prompts: PromptSource,
+    secret: FleetSecret | None,
 ) -> None:
     """Compare the router's tokens of the probes with those of the replica's ``/tokenize``."""
     section = seen.section
     if not seen.entries:
         return
     url, headers = seen.config.url, authorization(seen.config)
-    await prompts.learn(served_models(seen.entries), session=session, url=url, headers=headers)
+    agent = None if seen.info is None else AgentClient(session, seen.config.agent_url or "", secret)
+    await prompts.learn(
+        served_models(seen.entries), session=session, url=url, headers=headers, agent=agent
+    )
     readers = {prompts.reader_for(each) for each in seen.models}
     known = [each for each in readers if each.has_tokenizer]
     if len(known) < len(readers):
-        found = (
-            f"no tokenizer of {_quoted(seen.roots)} on this machine: prompts are matched by text"
-        )
-        section.note("tokenizer", found, "set tokenizer.path to match by tokens, which is exact")
+        _report_missing(seen, prompts)
     results = [each.compared(url) for each in known]
     texts, chats = [text for text, _ in results], [chat for _, chat in results]
     if False in texts:
@@ -293,12 +297,27 @@ async def check_tokens(
     elif False in chats:
         found = "its tokens of a chat differ from the router's: prompts are matched by text"
         section.problem("chat-template", found, _CHAT_FIX)
+    elif HANGS in [each.not_compared(url) for each in known]:
+        section.problem("tokens", f"it hangs: its {HANGS}", "see its log, or restart it")
     elif None in texts:
         found = "its tokens could not be compared: its /tokenize does not answer as vLLM's does"
         section.note("tokens", found, "the router uses its own")
     elif known:
         kinds = "texts and chats" if True in chats else "texts"
         section.ok("tokens", f"its tokens of {kinds} equal the router's")
+
+
+def _report_missing(seen: Examined, prompts: PromptSource) -> None:
+    reasons = [prompts.inexact().get(each) for each in seen.models]
+    why = next(filter(None, reasons), None)
+    if why is None:  # not vLLM's: nothing that it holds is known by tokens
+        found = (
+            f"no tokenizer of {_quoted(seen.roots)} on this machine: prompts are matched by text"
+        )
+        seen.section.note("tokenizer", found, "set tokenizer.path to match by tokens")
+        return
+    fix = "until then the router does not know what replicas hold of its prompts"
+    seen.section.problem("tokenizer", why, fix)
 
 
 def _quoted(names: set[str]) -> str:

@@ -8,6 +8,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from enum import Enum, auto
+from math import inf
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -34,6 +36,22 @@ log = logging.getLogger("warmroute.feeds")
 
 _NO_EVENTS_PAUSE_S: Final = 30.0
 _SOURCES_S: Final = 5.0
+_ABSENT_AFTER_S: Final = 10.0
+"""A publisher on the same network answers in milliseconds."""
+_STEADY_S: Final = 10.0
+"""After following for this long the next pause is short again."""
+_SAME_LINE_S: Final = 60.0
+"""Between two equal log lines about one replica's KV events."""
+
+
+class _State(Enum):
+    """What became of following a replica's KV events."""
+
+    IDLE = auto()
+    FOLLOWING = auto()
+    ENDED = auto()
+    ABSENT = auto()
+    UNREADABLE = auto()
 
 
 class _Source(msgspec.Struct):
@@ -63,6 +81,10 @@ class KvFeed:
         self._agent_events: str | None = None
         self._agent_replay: str | None = None
         self._restarted = asyncio.Event()
+        self._state = _State.IDLE
+        self._has_heard = False
+        """Whether a message has come since it connected."""
+        self._logged_s: dict[_State, float] = {}
 
     def note_agent_info(self, info: InstanceInfo, restarted: bool) -> None:
         """Take over from an agent where its vLLM publishes: most likely elsewhere if restarted."""
@@ -87,29 +109,62 @@ class KvFeed:
 
     async def _follow(self, endpoints: KvEndpoints) -> None:
         """Follow until the connection is lost or the replica has restarted."""
-        self._reader = KvEventReader()
+        self._reader, self._has_heard = KvEventReader(), False
         subscriber = KvSubscriber(self._context, endpoints, self._reader, self)
+        began_s = time.monotonic()
+        late = asyncio.get_running_loop().call_later(_ABSENT_AFTER_S, self._note_absent, endpoints)
         try:
             await until_first(subscriber.run(), self._restarted.wait())
             if not self._restarted.is_set():
-                log.warning("%s: its KV events have ended", self._replica.id)
+                self._change(_State.ENDED, "its KV events have ended")
         except KvEventFormatError as error:
-            if not self._pause.is_failing:
-                log.warning("%s: its KV events are not vLLM's: %s", self._replica.id, error)
+            self._change(_State.UNREADABLE, f"its KV events are not vLLM's: {error}")
         except zmq.ZMQError as error:
-            if not self._pause.is_failing:
-                log.warning("%s: no KV events from %s: %s", self._replica.id, endpoints, error)
+            self._change(_State.ABSENT, f"no KV events from {endpoints.events}: {error}")
+        finally:
+            late.cancel()
+        if time.monotonic() - began_s > _STEADY_S:
+            self._pause.reset()
+
+    def _note_absent(self, endpoints: KvEndpoints) -> None:
+        # A long replay comes before the following.
+        if not (self._has_heard or self._replica.has_events):
+            text = (
+                f"no KV events from {endpoints.events}: nothing there answers as vLLM's publisher "
+                "does; check the port of --kv-events-config, and that no firewall blocks it"
+            )
+            self._change(_State.ABSENT, text)
+
+    def _change(self, state: _State, text: str) -> None:
+        """Note a change, and log it unless the same was logged in the last minute."""
+        if state is self._state:
+            return
+        self._state, now_s = state, time.monotonic()
+        is_well = state is _State.FOLLOWING
+        self._replica.events_problem = None if is_well else text
+        if now_s - self._logged_s.get(state, -inf) >= _SAME_LINE_S:
+            self._logged_s[state] = now_s
+            log.log(logging.INFO if is_well else logging.WARNING, "%s: %s", self._replica.id, text)
 
     # --- what subscribers tell
 
     def following(self) -> None:
-        """Note that everything that can be known is known; what comes now is new."""
+        """Note that everything that can be known is known; what comes now is new.
+
+        Of a publisher that was not understood only a message that is shows the contrary.
+        """
+        if self._state is not _State.UNREADABLE:
+            self._begin()
+
+    def _begin(self) -> None:
         self._fleet.following_kv(self._replica.id)
-        self._pause.reset()
-        log.info("%s: following its KV events", self._replica.id)
+        self._change(_State.FOLLOWING, "following its KV events")
 
     def apply(self, batch: KvBatch) -> None:
         """Take a message, in order, each once."""
+        self._has_heard = True
+        if self._state is _State.UNREADABLE:
+            self._begin()
         problem = self._replica.shape_problem
         self._fleet.apply_kv(self._replica.id, batch, time.monotonic())
         self._reader.shows_first = not self._replica.shape_checked
@@ -131,9 +186,9 @@ class KvFeed:
         replay = config.kv_replay or self._agent_replay
         if config.kv_events is not None:
             return KvEndpoints(config.kv_events, replay)
-        if config.agent_url is None:
-            return await self._published_endpoints()
-        return KvEndpoints(self._agent_events, replay) if self._agent_events else None
+        if self._agent_events is not None:
+            return KvEndpoints(self._agent_events, replay)
+        return await self._published_endpoints()
 
     def _endpoint(self, port: int | None) -> str | None:
         return None if port is None else f"tcp://{self._host}:{port}"
@@ -144,7 +199,7 @@ class KvFeed:
         return f"[{host}]" if ":" in host else host
 
     async def _published_endpoints(self) -> KvEndpoints | None:
-        """Ask a vLLM itself, which tells since 0.32."""
+        """Ask a vLLM itself, which tells since 0.32; also if its agent has not answered."""
         body = await fetch(
             self._session, self._replica.config, "/kv_event_sources", timeout_s=_SOURCES_S
         )
@@ -152,12 +207,6 @@ class KvFeed:
             sources = decode_json(body or b"{}", dict[str, _Source])
         except UNREADABLE:
             return None
-        if len(sources) > 1:
-            log.warning(
-                "%s: has %d data-parallel ranks behind one URL; only the first one's KV is known",
-                self._replica.id,
-                len(sources),
-            )
         first = sources.get("0", _Source())
         if first.endpoint is None:
             return None

@@ -26,6 +26,7 @@ from router.fleet.counter_speeds import CounterSpeeds, SpeedCounters
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica
 from router.prompt.prompt_reader import PromptSource, ServedModel
+from router.prompt.tokenizer_store import TokenizerAgent
 from router.record.records import Cause
 from warmroute_common.config_reader import describe
 from warmroute_common.connection_errors import connection_problem, is_exhausted, is_unresolved
@@ -149,6 +150,11 @@ def kv_capacity(metrics: str) -> int | None:
     return tokens or None
 
 
+def engines(metrics: str) -> int:
+    """Return how many engines (data-parallel ranks) a vLLM's metrics are of; 1 if none tells."""
+    return max(1, sum(line.startswith(f"{_CACHE_CONFIG}{{") for line in metrics.splitlines()))
+
+
 def vllm_counters(kv_bytes_per_token: float) -> tuple[SpeedCounters, ...]:
     """Return the counters of stock vLLM's speeds, and of the LMCache inside it.
 
@@ -184,7 +190,8 @@ def vllm_counters(kv_bytes_per_token: float) -> tuple[SpeedCounters, ...]:
 _FIRST_PROBES_S: Final = 1.0
 """How long the router's start waits for the first probes; its port is open after that."""
 _SILENT_PROBES: Final = 3
-_LEARN_S: Final = 30.0
+_LEARN_S: Final = 120.0
+"""To get a tokenizer from an agent takes seconds; each call has limits of its own."""
 _MODELS_EVERY_PROBES: Final = 15
 """Between two questions for what a replica serves and holds."""
 _EXHAUSTED_EVERY_S: Final = 60.0
@@ -224,9 +231,14 @@ class HealthMonitor:
         prompts: PromptSource,
         session: aiohttp.ClientSession,
         *,
+        agents: Callable[[str], TokenizerAgent] | None = None,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        """``changed`` is called when a replica has been found to be up, down or silent."""
+        """``agents`` returns the agent at a URL; it is asked for its replica's tokenizer.
+
+        ``changed`` is called when a replica has been found to be up, down or silent.
+        """
+        self._agents = agents
         self._changed = changed
         self._watched: dict[Replica, _Watched] = {}
         self._timeouts = config.timeouts
@@ -402,7 +414,9 @@ class HealthMonitor:
             watched.probed.set()
 
     async def _compare_tokens(self, replica: Replica, served: list[ServedModel]) -> None:
-        config = replica.config
+        config, agent = replica.config, None
+        if self._agents is not None and config.agent_url is not None:
+            agent = self._agents(config.agent_url)
         try:
             async with asyncio.timeout(_LEARN_S):
                 await self._prompts.learn(
@@ -410,6 +424,7 @@ class HealthMonitor:
                     session=self._session,
                     url=config.url,
                     headers=authorization(config),
+                    agent=agent,
                 )
         except TimeoutError:
             log.warning("%s: its tokens were not compared within %g s", config.name, _LEARN_S)
@@ -426,6 +441,7 @@ class HealthMonitor:
             return
         text = metrics.decode(errors="replace")
         self._note_speeds(watched, text)
+        self._fleet.set_ranks(replica.id, engines(text))
         try:
             tokens = kv_capacity(text)
         except ValueError as error:

@@ -36,6 +36,8 @@ _CUT_AFTER_S: Final = 0.2
 _AT_ONCE_BYTES: Final = 32_768
 """Messages taken before others may run: some milliseconds."""
 _NUMBER_BYTES: Final = 8
+_SNAPSHOT_NUMBER_BYTES: Final = 24
+"""A number and a publisher's id: the format proposed for vLLM's snapshots of KV events."""
 _END_OF_REPLAY: Final = b"\xff" * _NUMBER_BYTES
 _MOST: Final = (1 << 63) - 1
 _HEARTBEAT_MS: Final = 5_000
@@ -227,6 +229,8 @@ def _connect(socket: zmq.asyncio.Socket, endpoint: str) -> None:
 def _number(frame: bytes) -> int:
     """Return a message's number; raise `KvEventFormatError` for what cannot be counted on from."""
     number = int.from_bytes(frame, "big")
+    if len(frame) == _SNAPSHOT_NUMBER_BYTES:
+        raise KvEventFormatError("they come with snapshots; turn these off in --kv-events-config")
     if len(frame) != _NUMBER_BYTES or number > _MOST:
         raise KvEventFormatError(f"0x{frame.hex()[:40]} is no message's number")
     return number

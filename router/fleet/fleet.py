@@ -130,6 +130,7 @@ class Fleet:
             speculative=speculative,
             prefills=self.prefills,
             weights=self.weights,
+            history_ttl_s=self.config.index.history_ttl_s,
             trial=self.replicas.begin(replica, now_s),
         )
 
@@ -212,6 +213,10 @@ class Fleet:
     def set_kv_capacity(self, replica_id: str, tokens: int) -> None:
         """Note how many tokens of KV a replica's GPU holds."""
         self.replicas[replica_id].queue.set_capacity(tokens)
+
+    def set_ranks(self, replica_id: str, ranks: int) -> None:
+        """Note how many data-parallel ranks answer at a replica's URL."""
+        self.replicas[replica_id].ranks = ranks
 
     def _receive(self, replica: Replica, signal: Signal, why_down: str | None = None) -> None:
         was_leaving = replica.is_leaving
@@ -314,6 +319,7 @@ class Fleet:
             case BlocksStored(tier, keys, parent) if tier in tiers:
                 self.index.add(replica.slot, tier, keys, parent=parent, counted=True)
                 if tier is KvTier.GPU:
+                    replica.note_stored(now_s)
                     self.prefills.stored(replica.slot, keys, now_s)
             case BlocksRemoved(tier, keys) if tier in tiers:
                 self.index.remove(replica.slot, tier, keys)

@@ -83,9 +83,12 @@ class Ticket:
         speculative: SpeculativeEntry | None,
         prefills: "PrefillTracker",
         weights: CostWeights,
+        history_ttl_s: float = 0.0,
         trial: int = 0,
     ) -> None:
         """``speculative`` is what the index assumes to be stored by this request.
+
+        If it is answered and no KV event came meanwhile, that holds for ``history_ttl_s``.
 
         ``trial`` is its number as a trial of a replica whose breaker is half open, 0 if it is not
         a trial.
@@ -102,6 +105,11 @@ class Ticket:
         self._replicas = replicas
         self._index = index
         self._speculative = speculative
+        self._history_ttl_s = history_ttl_s
+        self._new_keys = speculative.keys if speculative and picked.keys.chain else ()
+        """Keys of blocks that the replica did not hold, so KV events should report them."""
+        self._whole_tokens = (len(picked.keys.keys) - 1) * picked.keys.block_tokens
+        """With as many cached tokens it held them all the same: vLLM computes the last block."""
         self._prefills = None if decision.streamed else prefills
         self._is_tracked = False
         self._weights = weights
@@ -198,6 +206,8 @@ class Ticket:
                 # KV events come up to a step early: short prompts would seem to take no time.
                 ttft_s = now_s - self.started_s
             self._note_answer(now_s)
+            if cached_tokens is None or cached_tokens < self._whole_tokens:
+                self._note_untold(now_s)
             if ttft_s is not None:
                 # The error counts whatever caused it, also a wrong match.
                 self.replica.errors.note(self._predicted_ttft_s, ttft_s)
@@ -257,6 +267,24 @@ class Ticket:
         self._leave_prefill(now_s, just_now=event is PhaseEvent.PROMPT_STORED)
 
     # --- what it shows about its replica
+
+    def _note_untold(self, now_s: float) -> None:
+        """If no KV event came since the start, keep what this request has left on the GPU.
+
+        The events are late, or none come, or their connection was lost meanwhile and with it what
+        was known: then the requests sent are all that is known.
+        """
+        replica = self.replica
+        if (
+            self._speculative is None
+            or not self._new_keys
+            or replica.is_removed
+            or replica.stored_s >= self.started_s
+        ):
+            return
+        replica.untold += replica.has_events
+        self._index.withdraw(self._speculative)
+        self._index.believe(replica.slot, self._new_keys, now_s + self._history_ttl_s)
 
     def _note_answer(self, now_s: float) -> None:
         """Note how long the answer took after its prefill, if the end of the prefill is known."""

@@ -35,6 +35,8 @@ _UNKNOWN_KEYS: Final = (
     "PYTHONHASHSEED is not set there; set PYTHONHASHSEED on the replica, and the same value as "
     "hash_seed here. Until then prompts are matched by text there"
 )
+_MANY_UNTOLD: Final = 8
+"""Answered prompts with new blocks, and no KV event: one or two may have found others' blocks."""
 _KEPT_S: Final = 120.0
 """A removed replica is found by its ids for this long at least: longer than any prefetch or copy
 runs that uses an id."""
@@ -111,6 +113,14 @@ class Replica:
     """Whether the shape was found to give the keys in its events."""
     shape_problem: str | None = None
     """Why its keys are not known, for a person; None if there is no such problem."""
+    events_problem: str | None = None
+    """Why its KV events are not known, for a person; None if they are, or if it has none."""
+    untold: int = 0
+    """Answered prompts with new blocks since a KV event last reported blocks on the GPU."""
+    stored_s: float = -inf
+    """When that event came."""
+    ranks: int = 1
+    """Data-parallel ranks behind its URL; the KV events of the first are followed."""
     incarnation: str | None = None
     """The agent's; None without an agent, or before it answered."""
     transfer_port: int | None = None
@@ -278,6 +288,26 @@ class Replica:
         self.shape = None if found is None else replace(found, blocks_per_chunk=step)
         self.shape_problem = _UNKNOWN_KEYS if found is None else None
         return True
+
+    def events_fault(self) -> str | None:
+        """Return why the router does not know all of its KV from its events, for a person."""
+        if self.events_problem is not None:
+            return self.events_problem
+        if self.has_events and self.untold >= _MANY_UNTOLD:
+            return (
+                f"no KV event came for its last {self.untold} answered prompts: see that its "
+                "prefix caching is on, and that the topic and port are those of its own publisher"
+            )
+        if self.ranks > 1:
+            return (
+                f"has {self.ranks} data-parallel ranks behind one URL, and only the KV of the "
+                "first is known: give each rank its own URL (--data-parallel-external-lb)"
+            )
+        return None
+
+    def note_stored(self, now_s: float) -> None:
+        """Note that a KV event reported new blocks on the GPU."""
+        self.untold, self.stored_s = 0, now_s
 
     def fetch(self, seconds: float, now_s: float) -> float:
         """Note a requested fetch of KV; return its predicted end."""

@@ -15,7 +15,7 @@ import heapq
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from math import inf
@@ -24,14 +24,21 @@ from typing import Final
 
 import aiohttp
 
+from router.agent_client import AgentError
 from router.config.settings import TokenizerConfig
 from router.prompt.chat_template import read_source
 from router.prompt.drafter import Body, Draft, Drafter, PromptInput, TextInput, too_long
 from router.prompt.prompt import Prompt
 from router.prompt.request_body import LARGE_BODY_BYTES
 from router.prompt.token_cache import Memo
-from router.prompt.token_trust import CHAT_PROBES, TEXT_PROBES, Agreement, Trust, compare
+from router.prompt.token_trust import CHAT_PROBES, HANGS, TEXT_PROBES, Agreement, Trust, compare
 from router.prompt.tokenizer_files import TokenizerFiles, load_directory
+from router.prompt.tokenizer_store import (
+    TokenizerAgent,
+    TokenizerStore,
+    TokenizerStoreError,
+)
+from warmroute_common.agent_protocol import GIVEN_TEMPLATE, TokenizerManifest
 from warmroute_common.config_reader import ConfigError
 
 _log = logging.getLogger("warmroute.prompt")
@@ -118,6 +125,9 @@ class PromptReader:
         self._texts = Agreement(by_files)
         self._chats = Agreement(by_files)
         self._chat_probes = CHAT_PROBES
+        self._chat_doubt = loaded.chat_doubt if loaded else None
+        self._not_compared: dict[str, str] = {}
+        """By replica, why its tokens could not be compared."""
         if loaded and loaded.chat_doubt:
             # Chats are rendered by other means than /tokenize: its agreement would be no proof.
             self._chats, self._chat_probes = Agreement(Trust.REFUTED), ()
@@ -192,9 +202,13 @@ class PromptReader:
             chats_equal, _ = await compare(
                 session, replica_url, self._chat_probes, self._claim, headers
             )
-        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
-            _log.warning("%s: tokens could not be compared (%s)", replica_url, error)
+        except TimeoutError:
+            self._note_not_compared(replica_url, HANGS)
             return False
+        except (aiohttp.ClientError, ValueError, KeyError) as error:
+            self._note_not_compared(replica_url, str(error) or type(error).__name__)
+            return False
+        self._not_compared.pop(replica_url, None)
         self._drafter.max_model_len = max_len or self._drafter.max_model_len
         self._texts.note(replica_url, texts_equal)
         self._chats.note(replica_url, chats_equal)
@@ -204,12 +218,38 @@ class PromptReader:
         """Whether tokens are used that this replica was found not to have."""
         return self._texts.differs(replica_url) or self._chats.differs(replica_url)
 
+    def why_inexact(self, replica_urls: Sequence[str]) -> str | None:
+        """Return why prompts for these replicas are not all matched by exact tokens, or None."""
+        for kind, agreement in (("texts", self._texts), ("chats", self._chats)):
+            for url in replica_urls:
+                if agreement.is_equal(url) is False:
+                    return f"its tokens of {kind} differ from those of {url}"
+        if self._chat_doubt is not None:
+            return f"{self._chat_doubt}, so its chats are matched by text"
+        if self._texts.trust is Trust.DOUBTFUL:
+            reasons = filter(None, map(self.not_compared, replica_urls))
+            return f"its tokens are not confirmed ({next(reasons, 'no replica was compared')})"
+        return None
+
+    def is_confirmed(self) -> bool:
+        """Whether a replica has our tokens of texts and of chats, as far as it has these."""
+        return self._texts.is_confirmed and self._chats.trust is not Trust.REFUTED
+
     def compared(self, replica_url: str) -> tuple[bool | None, bool | None]:
         """Whether a replica was found to have our tokens of texts, and of chats; None: unknown."""
         return self._texts.is_equal(replica_url), self._chats.is_equal(replica_url)
 
+    def not_compared(self, replica_url: str) -> str | None:
+        """Why a replica's tokens could not be compared; `HANGS` if it did not answer in time."""
+        return self._not_compared.get(replica_url)
+
+    def _note_not_compared(self, replica_url: str, why: str) -> None:
+        self._not_compared[replica_url] = why
+        _log.warning("%s: tokens could not be compared (%s)", replica_url, why)
+
     def forget(self, replica_url: str) -> None:
         """Forget what was found of a replica."""
+        self._not_compared.pop(replica_url, None)
         self._texts.forget(replica_url)
         self._chats.forget(replica_url)
 
@@ -242,6 +282,8 @@ _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json")
 _ASK_AGAIN_S: Final = 30.0
 _LONGEST_PAUSE_S: Final = 3600.0
 
+_NOT_HERE: Final = "not on this machine, and no agent sends it"
+
 _SOON: Final = aiohttp.ClientTimeout(total=2.0)
 
 
@@ -265,6 +307,9 @@ class _Replica:
 
     models: list[ServedModel]
     version: str | None
+    has_agent: bool = False
+    is_learned: bool = False
+    """Whether its models' tokenizers were looked for, and its tokens compared, once."""
     due_s: float = -inf
     pause_s: float = _ASK_AGAIN_S
 
@@ -272,6 +317,8 @@ class _Replica:
 class PromptSource:
     """Holds a `PromptReader` for each model that is served; `learn` adds and drops them.
 
+    A tokenizer is the configured one; or the one on this machine; or, where there is none or where
+    a replica was found to have another, the one that the replica's agent sends.
     All readers share one memo.
     """
 
@@ -286,18 +333,30 @@ class PromptSource:
         self._lock = asyncio.Lock()
         self._memo = Memo(config.memo_bytes)
         self._text = PromptReader(memo=self._memo)
+        self._store = TokenizerStore(config)
+        self._taking = asyncio.Lock()
         self._configured = None if config.path is None else self._load(Path(config.path))
+        self._named = {
+            name: self._load(Path(each.path), each.chat_template)
+            for name, each in config.models.items()
+        }
+        self._named_roots: dict[str, PromptReader] = {}
+        """The same by root, for LoRA adapters."""
         self._by_root: dict[str, PromptReader] = {}
+        self._sent: dict[str, str] = {}
+        """By root, the digest of the tokenizer that an agent has sent."""
+        self._missing: dict[str, str] = {}
+        """By root, why there is no tokenizer."""
         self._root_of: dict[str, str] = {}
         self._replicas: dict[str, _Replica] = {}
 
     def reader_for(self, model: str | None) -> PromptReader:
         """Return the reader of prompts for a model; without a name, that for the only one."""
-        if self._configured is not None:
-            return self._configured
-        if model is None and len(self._by_root) == 1:
-            return next(iter(self._by_root.values()))
-        return self._by_root.get(self._root_of.get(model or "", ""), self._text)
+        roots = {*self._root_of.values()}
+        root = next(iter(roots), "") if model is None and len(roots) == 1 else None
+        root = self._root_of.get(model or "", "") if root is None else root
+        named = self._named.get(model or "") or self._named_roots.get(root)
+        return named or self._configured or self._by_root.get(root, self._text)
 
     def max_model_len(self, model: str | None) -> int | None:
         """Return the longest context of a model at any replica; None if one does not tell.
@@ -320,13 +379,14 @@ class PromptSource:
         session: aiohttp.ClientSession,
         url: str,
         headers: Mapping[str, str],
+        agent: TokenizerAgent | None = None,
     ) -> None:
         """Load what is new among the models of the replica at ``url``, and compare tokens there.
 
         They are compared once: again only when the replica has another version or other
         models, after `compare_again`, or, where they did not agree, after a pause.
-        A tokenizer that is not on this machine, or does not load, is logged
-        once; its prompts stay text.
+        A tokenizer that nobody has, or that does not load, is logged once; its prompts stay text,
+        and it is looked for again at each call.
         """
         replica = self._replicas.get(url)
         version = await _version(session, url, headers)
@@ -335,19 +395,117 @@ class PromptSource:
             replica = self._replicas[url] = _Replica(models=[*models], version=version)
             for reader in self._readers():
                 reader.forget(url)
+        replica.has_agent = agent is not None
         await self._load_and_drop()
-        if self._clock() < replica.due_s:
-            return
-        replica.due_s = self._clock() + replica.pause_s
-        replica.pause_s = min(2 * replica.pause_s, _LONGEST_PAUSE_S)
+        if agent is None:
+            for model in models:
+                if not self.reader_for(model.id).has_tokenizer and model.root not in self._missing:
+                    self._note_missing(model.root, _NOT_HERE)
+        is_due = self._clock() >= replica.due_s
+        if is_due:
+            replica.due_s = self._clock() + replica.pause_s
+            replica.pause_s = min(2 * replica.pause_s, _LONGEST_PAUSE_S)
+        agree = is_due and await self._agrees(models, session, url, headers)
+        if agent is not None and not agree and await self._take_from(agent, models, url, is_due):
+            agree = await self._agrees(models, session, url, headers)
+        if agree:
+            replica.due_s, replica.pause_s = inf, _ASK_AGAIN_S
+        replica.is_learned = True
+
+    async def _agrees(
+        self,
+        models: Sequence[ServedModel],
+        session: aiohttp.ClientSession,
+        url: str,
+        headers: Mapping[str, str],
+    ) -> bool:
+        """Compare tokens of these models with a replica's; whether all are known to be equal."""
         readers = {self.reader_for(model.id) for model in models}
         agree = [
             await reader.verify(session, url, headers=headers)
             for reader in readers
             if reader.has_tokenizer
         ]
-        if all(agree):
-            replica.due_s, replica.pause_s = inf, _ASK_AGAIN_S
+        return all(agree) and len(agree) == len(readers)
+
+    async def _take_from(
+        self, agent: TokenizerAgent, models: Sequence[ServedModel], url: str, is_due: bool
+    ) -> bool:
+        """Use an agent's tokenizer where ours is missing or another.
+
+        Returns whether the tokenizer is another one now: then it must be compared.
+        """
+        roots = {
+            model.root
+            for model in models
+            if self._configured is None and model.root not in self._named_roots
+            if self._wants(model.root, url, is_due)
+        }
+        if not roots:
+            return False
+        try:
+            manifest = await agent.tokenizer()
+            digest = manifest.digest()
+            roots = {root for root in roots if self._sent.get(root) != digest}
+            if roots:
+                async with self._taking:
+                    # Another replica's agent may have sent the same meanwhile.
+                    new = {root for root in roots if self._sent.get(root) != digest}
+                    await self._take(agent, manifest, new)
+        except (AgentError, TokenizerStoreError, ConfigError) as error:
+            for root in roots - self._by_root.keys():
+                self._note_missing(
+                    root, f"not on this machine, and its agent did not send it: {error}"
+                )
+            return False
+        return bool(roots)
+
+    async def _take(
+        self, agent: TokenizerAgent, manifest: TokenizerManifest, roots: Collection[str]
+    ) -> None:
+        """Use an agent's tokenizer for these models."""
+        if not roots:
+            return
+        path = await self._store.fetch(agent, manifest)
+        template = path / GIVEN_TEMPLATE if GIVEN_TEMPLATE in manifest.files else None
+        reader = await asyncio.to_thread(self._load, path, template)
+        for root in roots:
+            self._by_root[root], self._sent[root] = reader, manifest.digest()
+            self._missing.pop(root, None)
+            log.info("prompts for '%s' are tokenized with the files that its agent has sent", root)
+        # All replicas are compared with the new one.
+        for each in self._replicas.values():
+            if any(model.root in roots for model in each.models):
+                each.due_s, each.pause_s = -inf, _ASK_AGAIN_S
+
+    def _wants(self, root: str, url: str, is_due: bool) -> bool:
+        """Whether an agent's tokenizer would be better than ours: unless a replica has ours."""
+        reader = self._by_root.get(root)
+        if reader is None:
+            return True
+        return is_due and False in reader.compared(url) and not reader.is_confirmed()
+
+    def inexact(self) -> dict[str, str | None]:
+        """Return for each model why its prompts are not matched by exact tokens, or None.
+
+        LoRA adapters are their base models. Servers that are not vLLM's are left out: nothing that
+        they hold is known by tokens.
+        """
+        urls: dict[str, list[str]] = {}
+        for url, replica in self._replicas.items():
+            if replica.is_learned and (replica.version is not None or replica.has_agent):
+                for model in replica.models:
+                    if model.adapter_path is None:
+                        urls.setdefault(model.id, []).append(url)
+        return {model: self._why_inexact(model, its_urls) for model, its_urls in urls.items()}
+
+    def _why_inexact(self, model: str, urls: Sequence[str]) -> str | None:
+        reader = self.reader_for(model)
+        if reader.has_tokenizer:
+            return reader.why_inexact(urls)
+        root = self._root_of.get(model, model)
+        why = self._missing.get(root, "it was not found")
+        return f"its tokenizer is missing: {why}; set agent_url, or tokenizer.path"
 
     def forget(self, url: str) -> None:
         """Forget a replica; readers of models that none serves any more go at the next `learn`."""
@@ -365,40 +523,49 @@ class PromptSource:
         return any(reader.differs(url) for reader in self._readers())
 
     def _readers(self) -> list[PromptReader]:
-        return [self._configured] if self._configured else list(self._by_root.values())
+        own = [self._configured] if self._configured else list(self._by_root.values())
+        return [*self._named.values(), *own]
 
     async def _load_and_drop(self) -> None:
         """Load readers for the models that replicas serve now, and drop those of all others."""
         async with self._lock:
             served = [model for each in self._replicas.values() for model in each.models]
             self._root_of = {model.id: model.root for model in served}
+            self._named_roots = {
+                model.root: self._named[model.id] for model in served if model.id in self._named
+            }
             if self._configured is not None:
                 return
-            for root in {model.root for model in served} - self._by_root.keys():
-                self._by_root[root] = await asyncio.to_thread(self._load_root, root)
-            for root in self._by_root.keys() - {model.root for model in served}:
+            roots = {*self._root_of.values()} - self._named_roots.keys()
+            for root in roots - self._by_root.keys():
+                await asyncio.to_thread(self._load_root, root)
+            for root in self._by_root.keys() - roots:
                 del self._by_root[root]
+                self._sent.pop(root, None)
+            for root in self._missing.keys() - roots:
+                del self._missing[root]
 
-    def _load_root(self, root: str) -> PromptReader:
-        """Return the reader for a model, or that of text; reads files."""
+    def _load_root(self, root: str) -> None:
+        """Load the reader of a model from this machine's files, if they are here."""
         path = local_model(root, os.environ)
         if path is None:
-            log.warning(
-                "no tokenizer of '%s' on this machine: its prompts are matched by their text; "
-                "set tokenizer.path to match them by tokens",
-                root,
-            )
-            return self._text
+            return
         try:
-            reader = self._load(path)
+            self._by_root[root] = self._load(path)
         except ConfigError as error:
-            log.warning("%s; prompts of '%s' are matched by their text", error, root)
-            return self._text
+            self._note_missing(root, str(error))
+            return
+        self._missing.pop(root, None)
         log.info("prompts for '%s' are tokenized with %s", root, path)
-        return reader
 
-    def _load(self, path: Path) -> PromptReader:
-        template = self._config.chat_template
+    def _note_missing(self, root: str, why: str) -> None:
+        """Log why there is no tokenizer, unless that was logged."""
+        if self._missing.get(root) != why:
+            self._missing[root] = why
+            log.warning("no tokenizer of '%s' (%s): its prompts are matched by text", root, why)
+
+    def _load(self, path: Path, template: str | Path | None = None) -> PromptReader:
+        template = template or self._config.chat_template
         return PromptReader.load(path, chat_template=template, memo=self._memo)
 
 

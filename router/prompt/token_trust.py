@@ -73,6 +73,11 @@ CHAT_PROBES: Final[Sequence[Mapping[str, Any]]] = (
 )
 
 
+_ANSWER_S: Final = 5.0
+"""For one probe at a replica: it takes milliseconds."""
+HANGS: Final = "/tokenize does not answer in time"
+
+
 class Trust(StrEnum):
     """How far the tokens of a reader are those of the replicas."""
 
@@ -97,7 +102,12 @@ class Agreement:
         """How far the tokens equal the replicas', except for replicas that differ (`differs`)."""
         if self._by_files is Trust.REFUTED or not self._equal:
             return self._by_files
-        return Trust.EXACT if any(self._equal.values()) else Trust.REFUTED
+        return Trust.EXACT if self.is_confirmed else Trust.REFUTED
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether a replica has given equal tokens."""
+        return any(self._equal.values())
 
     def note(self, replica_url: str, equal: bool | None) -> None:
         """Note what came of a comparison (None: there was nothing to compare)."""
@@ -129,9 +139,10 @@ async def compare(
     Returns whether all are equal, None where nothing could be compared, and the tokens of the
     replica's context, if it told them. Probes that we have no tokens for, or that the replica
     refuses (a template need not take every role), are left out. Raises what aiohttp raises,
-    and ValueError or KeyError when the answer is not one of /tokenize.
+    TimeoutError, and ValueError or KeyError when the answer is not one of /tokenize.
     """
     url = f"{replica_url.rstrip('/')}/tokenize"
+    timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
     # The router's session adds none by itself, and without it vLLM answers 400.
     typed = {**(headers or {}), "Content-Type": "application/json"}
     equal: bool | None = None
@@ -140,7 +151,7 @@ async def compare(
         expected = ours(probe)
         if expected is None:
             continue
-        async with session.post(url, json=probe, headers=typed) as response:
+        async with session.post(url, json=probe, headers=typed, timeout=timeout) as response:
             if response.status in (400, 422):
                 continue
             response.raise_for_status()

@@ -107,6 +107,20 @@ _GAUGES: Final = {
         "remote, peer), tokens x context tokens (attention), tokens x decodes (decode)",
         ["replica", "part"],
     ),
+    "tokens_exact": (
+        "1 if a model's prompts are matched by exact tokens; 0 if its tokenizer is missing, or its "
+        "tokens differ from a replica's or are not confirmed",
+        ["model"],
+    ),
+    "kv_events_known": (
+        "1 while a replica's KV events tell what its GPU holds; 0 if they do not come, are not "
+        "understood, or are of one data-parallel rank of several. None if it publishes none",
+        ["replica"],
+    ),
+    "answers_without_kv_event": (
+        "Answered prompts with new blocks since a replica's last KV event of blocks",
+        ["replica"],
+    ),
     "table_entries": ("Entries in the router's bounded tables", ["table"]),
     "index_max_keys": ("Entries that the prefix index may have", []),
 }
@@ -166,12 +180,14 @@ class Metrics(Collector):
         reloads: Mapping[str, int] = MappingProxyType({}),
         *,
         dropped: Callable[[], dict[str, int]] = dict,
+        inexact: Callable[[], Mapping[str, str | None]] = dict,
     ) -> None:
         """``sizes`` tells how many entries each bounded table holds, by its name; ``lmcache`` is
         read at each scrape: what was counted of LMCache's servers, by a word for each. So are
         ``refused``: requests by key and what they were refused for; ``reloads``: how often
-        the configuration was read again, by what came of it; and ``dropped``: records of
-        requests that could not be told, by where.
+        the configuration was read again, by what came of it; ``dropped``: records of
+        requests that could not be told, by where; and ``inexact``: for each model why its tokens
+        are not exact, or None.
         """
         self._fleet = fleet
         self._sizes = sizes
@@ -179,6 +195,7 @@ class Metrics(Collector):
         self._refused = refused
         self._reloads = reloads
         self._dropped = dropped
+        self._inexact = inexact
         registry = self._registry = CollectorRegistry()
         self._rendering = asyncio.Lock()
         self._counters = {
@@ -253,6 +270,10 @@ class Metrics(Collector):
             )
             openings.add_metric([each.id], each.breaker.openings)
             show("in_flight", each.in_flight, each.id)
+            fault = each.events_fault()
+            if each.has_events or fault is not None:
+                show("kv_events_known", fault is None, each.id)
+                show("answers_without_kv_event", each.untold, each.id)
             for part, per_second in each.rates.measured().items():
                 show("measured_rate", per_second, each.id, part.name.lower())
             if (errors := each.errors.figures()) is not None:
@@ -260,6 +281,8 @@ class Metrics(Collector):
                 for unit, values in (("ratio", errors.ratio), ("seconds", errors.seconds)):
                     for quantile, value in zip(_QUANTILES, astuple(values), strict=True):
                         show(f"ttft_prediction_error_{unit}", value, each.id, quantile)
+        for model, why in self._inexact().items():
+            show("tokens_exact", why is None, model)
         show("index_max_keys", self._fleet.index.max_keys)
         evicted = CounterMetricFamily("warmroute_index_evicted_keys", _EVICTED)
         evicted.add_metric([], self._fleet.index.evicted)

@@ -6,8 +6,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from router.prompt.prompt_reader import PromptReader
+from router.agent_client import AgentClient
+from router.config.settings import TokenizerConfig
+from router.prompt.prompt_reader import PromptReader, PromptSource, ServedModel
 from router.proxy.upstream import client_session
+from tests.e2e.serving import Replica
 
 pytestmark = pytest.mark.vllm
 
@@ -96,3 +99,16 @@ async def test_the_replica_confirms_the_reader(vllm_url: str, reader: PromptRead
         assert await reader.verify(session, vllm_url)
     body = {"messages": [USER], "truncate_prompt_tokens": -1}
     assert reader.read_now("/v1/chat/completions", body).exact, "it told how long its context is"
+
+
+async def test_the_agent_sends_what_the_replica_tokenizes_with(
+    replica: Replica, tmp_path: Path
+) -> None:
+    """A router that sees nothing of its disk has its exact tokens."""
+    source = PromptSource(TokenizerConfig(cache_directory=str(tmp_path)))
+    elsewhere = ServedModel(id="m", root="on/another/machine")
+    async with client_session() as session:
+        agent = AgentClient(session, replica.agent_url)
+        await source.learn([elsewhere], session=session, url=replica.url, headers={}, agent=agent)
+    assert source.inexact() == {"m": None}
+    assert source.reader_for("m").compared(replica.url) == (True, True)

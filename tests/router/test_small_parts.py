@@ -9,6 +9,7 @@ import pytest
 
 from router.app import ticking
 from router.config.settings import RouterConfig
+from router.faults import FaultReport
 from router.fleet.fleet import Fleet
 from router.index.prefix_index import PrefixIndex
 from router.index.prompt_keys import KvTier
@@ -82,7 +83,7 @@ async def test_a_tick_that_fails_is_told_and_not_the_last(
         again.set()
 
     fleet.tick.side_effect = tick
-    task = asyncio.create_task(ticking(fleet))
+    task = asyncio.create_task(ticking(fleet, Mock(FaultReport)))
     await again.wait()
     task.cancel()
     assert "once" in caplog.text
@@ -103,7 +104,7 @@ async def test_a_full_index_is_told_once(
             again.set()
 
     fleet.tick.side_effect = tick
-    task = asyncio.create_task(ticking(fleet))
+    task = asyncio.create_task(ticking(fleet, Mock(FaultReport)))
     await again.wait()
     task.cancel()
     assert [each.message for each in caplog.records] == [

@@ -29,7 +29,7 @@ def option(command: list[str], name: str) -> dict[str, object]:
 
 def test_the_command_loads_our_spec_and_publishes_events() -> None:
     command = vllm_arguments(
-        ["--model", "M", "--port", "8001"],
+        ["--model", "M", "--port", "8001", "--chat-template=t.jinja"],
         chunk_tokens=512,
         kv_events_port=7001,
         kv_replay_port=7002,
@@ -43,7 +43,7 @@ def test_the_command_loads_our_spec_and_publishes_events() -> None:
     assert transfer["kv_connector_module_path"] == "cacheengine.connector.connector"
     assert extra["block_size"] == 512
     assert ReplicaSettings.from_extra_config(extra) == ReplicaSettings(
-        kv_events_port=7001, kv_replay_port=7002
+        kv_events_port=7001, kv_replay_port=7002, chat_template="t.jinja"
     )
     events = option(command, "--kv-events-config")
     # Without a wildcard vLLM would connect instead of binding.

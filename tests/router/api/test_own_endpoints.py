@@ -49,6 +49,26 @@ async def test_a_model_is_asked_of_who_serves_it(
             assert response.headers["x-warmroute-replica"] == "two"
 
 
+async def test_health_names_faults_to_the_administration_only(
+    fleet: Fleet, client: aiohttp.ClientSession, stranger: aiohttp.ClientSession
+) -> None:
+    """Requests are answered all the same, so the status stays."""
+    router = await fleet.router()
+    replica = router.parts.fleet.replicas["one"]
+    replica.events_problem = "no KV events"
+    fleet.two.healthy = False
+    router.parts.fleet.replicas["two"].events_problem = "it is down: that says enough"
+    router.parts.fleet.down("two")
+    async with client.get(f"{router.url}/health") as response:
+        answer = await response.json()
+    assert (response.status, answer["status"]) == (200, "ok")
+    assert answer["faults"] == {"replica 'one'": "no KV events"}
+    async with stranger.get(f"{router.url}/health") as response:
+        assert not {"faults", "tokens"} & (await response.json()).keys()
+    async with client.get(f"{router.url}/metrics") as response:
+        assert 'warmroute_kv_events_known{replica="one"} 0.0' in await response.text()
+
+
 async def test_health_names_the_replicas(
     fleet: Fleet, client: aiohttp.ClientSession, unused_tcp_port: int
 ) -> None:

@@ -43,7 +43,7 @@ def test_every_level_is_read(tmp_path: Path) -> None:
             kv_events: tcp://a:5557
             api_key: secret
         prefetch: {enabled: false, wait_cap_s: 1}
-        tokenizer: {path: model}
+        tokenizer: {path: model, models: {other: {path: model}}, cache_directory: sent}
         timeouts: {first_byte_s: 30}
         """,
     )
@@ -52,6 +52,8 @@ def test_every_level_is_read(tmp_path: Path) -> None:
     assert (replica.name, replica.agent_url) == ("one", "http://a:2")
     assert config.prefetch.wait_cap_s == 1.0 and isinstance(config.prefetch.wait_cap_s, float)
     assert config.tokenizer.path == str(tmp_path / "model"), "relative to the file"
+    assert config.tokenizer.models["other"].path == str(tmp_path / "model")
+    assert config.tokenizer.cache_directory == str(tmp_path / "sent")
     assert config.timeouts.first_byte_s == 30.0
 
 
@@ -140,6 +142,10 @@ def test_a_secret_is_not_printed(tmp_path: Path) -> None:
             "controller.monitor_port: 9000 is also controller.port; choose another",
         ),
         (ONE + "tokenizer: {path: nowhere}", "/nowhere); name an existing directory"),
+        (
+            ONE + "tokenizer: {models: {m: {path: gone}}}",
+            "tokenizer.models.m.path: 'gone' does not",
+        ),
         (
             "replicas: [{url: 'http://a', instance_id: x}, {url: 'http://b', instance_id: x}]",
             "its own instance_id",

@@ -1,5 +1,6 @@
 """Stand-ins for replicas that are not as they should be, over HTTP; and what is found of them."""
 
+import asyncio
 import time
 from email.utils import formatdate
 from typing import Any
@@ -20,8 +21,11 @@ class StandIn:
         """How far its clock is ahead."""
         self.version: str | None = "0.32.0"
         self.models: list[dict[str, Any]] = [{"id": "m", "root": "/no/model"}]
+        self.hangs = False
+        """Whether ``/tokenize`` and ``/kv_event_sources`` never answer."""
         self.key: str | None = None
         """Wanted by /v1."""
+        self.metrics = ""
         self.sources: dict[str, Any] = {}
         self.tokens: Any = None
         """A function from /tokenize's body to tokens; None: 404."""
@@ -34,6 +38,7 @@ class StandIn:
         app.router.add_get("/version", self._version)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/kv_event_sources", self._sources)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/v1/completions", self._complete)
         return app
@@ -52,10 +57,19 @@ class StandIn:
             raise web.HTTPUnauthorized
         return web.json_response({"object": "list", "data": self.models})
 
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text=self.metrics)
+
     async def _sources(self, request: web.Request) -> web.Response:
+        await self._hang()
         return web.json_response(self.sources)
 
+    async def _hang(self) -> None:
+        if self.hangs:
+            await asyncio.Event().wait()
+
     async def _tokenize(self, request: web.Request) -> web.Response:
+        await self._hang()
         if self.tokens is None:
             raise web.HTTPNotFound
         tokens = self.tokens(await request.json())

@@ -87,9 +87,19 @@ async def test_hashes(context: zmq.asyncio.Context) -> None:
         await source.publish(block(HashScheme("sha256", "42")))
         report = await examined(entry)
         assert "sha256 with PYTHONHASHSEED 42" in found(report, Level.OK)["one", "hash"]
-        assert found(report) == {}
+        assert {check for _, check in found(report)} == {"tokenizer"}, "there is none of /no/model"
         report = await examined({**entry, "hash_seed": "7"})
         assert "hash_seed is '7' in the file" in found(report)["one", "hash-seed"]
+
+
+async def test_data_parallel_ranks_behind_one_url(context: zmq.asyncio.Context) -> None:
+    """However the endpoint of their KV events is known; only the first rank's are followed."""
+    async with publisher(context) as source, replica(**published_at(source)) as (made, entry):
+        made.metrics = "".join(f'vllm:cache_config_info{{engine="{at}"}} 1.0\n' for at in range(2))
+        report = await examined(entry)
+        assert "2 data-parallel ranks" in found(report)["one", "ranks"]
+        made.metrics = made.metrics.splitlines()[0]
+        assert ("one", "ranks") not in found(await examined(entry))
 
 
 async def test_stock_replicas_whose_hashes_differ(context: zmq.asyncio.Context) -> None:

@@ -71,7 +71,7 @@ async def test_replicas_that_do_not_answer() -> None:
         in problems["lost", "health"]
     )
     assert {about for about, _ in problems} == {"one", "two", "gone", "lost"}
-    assert set(problems) - {("two", "kv-events")} == {
+    assert set(problems) - {("two", "kv-events"), ("two", "tokenizer")} == {
         (about, "health") for about in ("one", "gone", "lost")
     }
 
@@ -212,10 +212,26 @@ async def test_tokens_that_differ(tmp_path: Path) -> None:
         assert "could not be compared" in found(report, Level.NOTE)["one", "tokens"]
 
 
+async def test_a_replica_that_hangs_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its health and models are well, and all else never answers."""
+    monkeypatch.setattr("router.prompt.token_trust._ANSWER_S", 0.1)
+    monkeypatch.setattr("router.feeds.feeds._SOURCES_S", 0.1)
+    model = write_model(tmp_path / "model", llama3(), TEMPLATES["parts"])
+    async with two() as (one, _, entries):
+        one.models, one.hangs = [{"id": "m", "root": str(model)}], True
+        async with asyncio.timeout(20):
+            report = await examined(entries[0])
+    assert "/tokenize does not answer in time" in found(report)["one", "tokens"]
+
+
 async def test_a_tokenizer_that_is_not_here_and_one_that_is_none(tmp_path: Path) -> None:
-    async with two() as (_, _, entries):
+    async with two() as (one, _, entries):
+        one.version = None
         report = await examined(*entries)
         assert "no tokenizer of '/no/model'" in found(report, Level.NOTE)["one", "tokenizer"]
+        assert "its tokenizer is missing" in found(report)["two", "tokenizer"]
         report = await examined(*entries, tokenizer={"path": str(tmp_path)})
         assert str(tmp_path) in found(report)["the router", "tokenizer"]
 

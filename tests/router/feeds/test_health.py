@@ -18,6 +18,7 @@ from router.feeds.health_monitor import HealthMonitor
 from router.fleet.cost_model import CostPart
 from router.fleet.fleet import Fleet
 from router.prompt.prompt_reader import PromptSource, ServedModel
+from router.prompt.tokenizer_store import TokenizerAgent
 from router.proxy.upstream import client_session
 from router.record.records import Cause
 from tests.router.conftest import Wait
@@ -73,6 +74,7 @@ class Prompts(PromptSource):
         session: aiohttp.ClientSession,
         url: str,
         headers: Mapping[str, str],
+        agent: TokenizerAgent | None = None,
     ) -> None:
         self._heard.served.append(list(models))
         if self._heard.problems:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.feeds.health_monitor import kv_capacity
+from router.feeds.health_monitor import engines, kv_capacity
 
 TOLD = """# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
@@ -26,6 +26,16 @@ ENGINE = 'vllm:cache_config_info{block_size="%s",cache_dtype="auto",engine="%d",
 )
 def test_the_capacity_is_that_of_all_engines(engines: list[str], tokens: int | None) -> None:
     assert kv_capacity(TOLD + "".join(engines)) == tokens
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_engines_are_counted(ranks: int) -> None:
+    page = TOLD + "".join(ENGINE % ("16", at, 'num_gpu_blocks="1"') for at in range(ranks))
+    assert engines(page) == ranks
+
+
+def test_a_server_without_the_gauge_has_one_engine() -> None:
+    assert engines("") == engines(TOLD) == 1
 
 
 def test_what_is_no_metrics_page_tells_nothing() -> None:

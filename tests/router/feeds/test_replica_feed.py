@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import socket
 from collections.abc import Iterator
 
 import aiohttp
@@ -11,8 +12,10 @@ import zmq.asyncio
 from aiohttp import web
 
 from router.config.settings import ReplicaConfig, RouterConfig
-from router.feeds.feeds import Feeds, poll_gap_s
+from router.feeds.feeds import Feeds, KvFeed, poll_gap_s
+from router.feeds.kv_subscriber import KvEndpoints
 from router.fleet.fleet import Fleet
+from router.index.kv_events import KvBatch
 from router.index.prompt_keys import KvTier, keys64
 from tests.router.agent_server import AgentServer, serving, until
 from tests.router.feeds.helpers import feeding
@@ -312,3 +315,86 @@ async def test_a_snapshot_that_is_broken_is_asked_for_again() -> None:
         assert matched(fleet) == {}
         agent.broken = False
         await until(lambda: matched(fleet) == {"cpu": 256})
+
+
+def lines(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
+    return [each.message for each in caplog.records if part in each.message]
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+async def test_a_publisher_that_is_not_there_is_a_fault_and_one_line(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, accepts: bool
+) -> None:
+    """Nothing listens at its port, or what does accepts connections and says nothing."""
+    monkeypatch.setattr("router.feeds.feeds._ABSENT_AFTER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1] if accepts else 1
+        async with feeding(kv_events=f"tcp://127.0.0.1:{port}") as fleet:
+            (replica,) = fleet.replicas.values()
+            await until(lambda: replica.events_fault() is not None)
+            assert f"no KV events from tcp://127.0.0.1:{port}" in (replica.events_fault() or "")
+    assert len(lines(caplog, "no KV events")) == 1
+
+
+@pytest.mark.parametrize("replays", [True, False])
+async def test_a_long_replay_is_not_taken_for_silence(
+    context: zmq.asyncio.Context, replays: bool
+) -> None:
+    """Its first messages have come, and its end has not."""
+    fleet = Fleet(RouterConfig(replicas=(ReplicaConfig(url="http://127.0.0.1:1"),)))
+    (replica,) = fleet.replicas.values()
+    async with aiohttp.ClientSession() as session:
+        feed = KvFeed(fleet, replica, session, context)
+        if replays:
+            feed.apply(KvBatch(0, 0.0, []))
+        feed._note_absent(KvEndpoints("tcp://127.0.0.1:1"))
+    assert (replica.events_fault() is None) is replays
+
+
+@pytest.mark.parametrize(
+    ("frames", "said"),
+    [
+        ((b"", bytes(24), b"\x93\xcb\x40\x8f\x40\x00\x00\x00\x00\x00\x90\x00"), "snapshots"),
+        ((b"", bytes(8), b"\xc1"), "not vLLM's"),
+    ],
+)
+async def test_events_that_are_not_understood_are_one_line(
+    context: zmq.asyncio.Context,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    frames: tuple[bytes, ...],
+    said: str,
+) -> None:
+    """However often it connects again. Once a message is understood, that is a line too."""
+    monkeypatch.setattr("router.feeds.feeds._LONGEST_S", 0.05)
+    caplog.set_level(logging.INFO)
+    async with publisher(context) as source, feeding(kv_events=source.endpoint) as fleet:
+        (replica,) = fleet.replicas.values()
+        for _ in range(4):
+            await source.subscribed()
+            await source.send_frames(*frames)
+        await source.subscribed()
+        assert not replica.has_events
+        assert said in (replica.events_fault() or "")
+        assert len(lines(caplog, "KV events")) == 2, "the first connection, and what came of it"
+        await source.publish(stored(BLOCKS[:4], list(PROMPT.token_ids or ())[:64]))
+        await until(lambda: replica.has_events)
+        assert matched(fleet) == {KvTier.GPU: 64}
+        assert replica.events_fault() is None
+
+
+async def test_a_stock_vllm_whose_agent_is_down_is_followed(context: zmq.asyncio.Context) -> None:
+    async with publisher(context) as source:
+        await source.publish(stored(BLOCKS, list(PROMPT.token_ids or ())))
+
+        async def sources(request: web.Request) -> web.Response:
+            entry = {"endpoint": source.endpoint, "replay_endpoint": source.replay_endpoint}
+            return web.json_response({"0": entry})
+
+        app = web.Application()
+        app.router.add_get("/kv_event_sources", sources)
+        async with (
+            serving(app) as url,
+            feeding(url=url, agent_url="http://127.0.0.1:1") as fleet,
+        ):
+            await until(lambda: matched(fleet) == {KvTier.GPU: 256})

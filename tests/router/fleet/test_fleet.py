@@ -552,3 +552,70 @@ def test_what_a_request_uses_is_evicted_last() -> None:
     slot = fleet.replicas["r0"].slot
     found = [fleet.index.match(slot, blocks(each)).gpu_blocks for each in (first, second)]
     assert found == [320 // BLOCK, 640 // BLOCK - 1]
+
+
+def answered(fleet: Fleet, prompt: GivenPrompt, now_s: float, cached: int | None = None) -> str:
+    """Send a prompt, have it answered a second later; return where it went."""
+    decision = place(fleet, prompt, now_s)
+    ticket = fleet.start(decision, now_s)
+    ticket.first_byte(now_s + 0.5)
+    ticket.finish(now_s + 1, ok=True, cached_tokens=cached)
+    return decision.replica_id
+
+
+def test_history_stands_in_for_events_that_do_not_come() -> None:
+    """Followed, and mute: what was sent is known for the history's time, and it is a fault."""
+    fleet, prompts = make_fleet(), [tokens(640, start=1000 * at) for at in range(20)]
+    for name in fleet.replicas:
+        fleet.following_kv(name)
+    homes = [answered(fleet, each, 0.0) for each in prompts]
+    fleet.tick(300.0)
+    for prompt, home in zip(prompts, homes, strict=True):
+        decision = place(fleet, prompt, 300.0)
+        assert (decision.replica_id, decision.matched_tokens) == (home, {KvTier.GPU: 640})
+    for name in homes:
+        assert "no KV event came" in (fleet.replicas[name].events_fault() or "")
+    fleet.tick(700.0)
+    assert place(fleet, prompts[0], 700.0).matched_tokens == {}
+    (event,) = [BlocksStored(KvTier.GPU, blocks(prompts[0]))]
+    fleet.apply_kv(homes[0], KvBatch(0, 0.0, [event]), 700.0)
+    assert fleet.replicas[homes[0]].events_fault() is None
+    fleet.index.check()
+
+
+def test_what_is_answered_after_the_events_were_lost_is_known() -> None:
+    fleet, prompt = make_fleet(1), tokens(640)
+    fleet.following_kv("r0")
+    ticket = fleet.start(place(fleet, prompt), 0.0)
+    ticket.first_byte(0.5)
+    fleet.lost_kv("r0")
+    assert place(fleet, prompt, 1.0).matched_tokens == {}
+    ticket.finish(2.0, ok=True)
+    assert place(fleet, prompt, 300.0).matched_tokens == {KvTier.GPU: 640}
+    assert fleet.replicas["r0"].untold == 0
+    fleet.index.check()
+
+
+def test_events_that_come_or_need_not_come_are_no_fault() -> None:
+    fleet, prompts = make_fleet(1), [tokens(640, start=1000 * at) for at in range(20)]
+    fleet.following_kv("r0")
+    for at, prompt in enumerate(prompts):
+        decision = place(fleet, prompt, float(at))
+        ticket = fleet.start(decision, float(at))
+        event = BlocksStored(KvTier.GPU, blocks(prompt))
+        fleet.apply_kv("r0", KvBatch(at, 0.0, [event]), at + 0.5)
+        ticket.first_byte(at + 0.5)
+        ticket.finish(at + 0.6, ok=True)
+        answered(fleet, prompt, at + 0.7)  # it is known to be there
+    for at in range(20):  # it was there, though not known
+        answered(fleet, tokens(640, start=100_000 + 1000 * at), 30.0, cached=624)
+    assert fleet.replicas["r0"].events_fault() is None
+
+
+def test_data_parallel_ranks_behind_one_url_are_a_fault() -> None:
+    fleet = make_fleet(1)
+    fleet.following_kv("r0")
+    fleet.set_ranks("r0", 1)
+    assert fleet.replicas["r0"].events_fault() is None
+    fleet.set_ranks("r0", 2)
+    assert "2 data-parallel ranks" in (fleet.replicas["r0"].events_fault() or "")

@@ -2,8 +2,15 @@
 
 import base64
 import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from router.prompt.prompt_reader import PromptReader
 from tests.router.prompt.tokenizer_makers import TEXT
 
 VISION = """\
@@ -29,3 +36,33 @@ WORDS = sorted({word for line in TEXT for word in line.split()})
 
 # No two stretches of it are alike.
 LONG = " ".join(random.Random(7).choices(WORDS, k=2000))
+
+
+class Replica:
+    """A scripted replica: it tokenizes with ``model``, renders by its template, tells a version."""
+
+    def __init__(self, model: Path) -> None:
+        self.reader = PromptReader.load(model)
+        self.version = "1"
+        self.asked = 0
+        self.status = 200
+        self.url = ""
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        self.asked += 1
+        if self.status != 200:
+            return web.json_response({}, status=self.status)
+        prompt = self.reader.read_now("/tokenize", await request.json())
+        return web.json_response({"tokens": list(prompt.token_ids or ()), "max_model_len": 4096})
+
+    async def tell_version(self, request: web.Request) -> web.Response:
+        return web.json_response({"version": self.version})
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        app = web.Application()
+        app.router.add_post("/tokenize", self.tokenize)
+        app.router.add_get("/version", self.tell_version)
+        async with TestServer(app) as server:
+            self.url = str(server.make_url("")).rstrip("/")
+            yield

@@ -3,56 +3,25 @@
 import gc
 import weakref
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from router.config.settings import TokenizerConfig
 from router.prompt.prompt import Prompt
 from router.prompt.prompt_reader import PromptReader, PromptSource, ServedModel
 from router.proxy.upstream import client_session
 from tests.router.prompt.chat_shapes import TEMPLATES, USER
+from tests.router.prompt.helpers import Replica
 from tests.router.prompt.tokenizer_makers import llama3, write_model
 
 CHAT = "/v1/chat/completions"
 PROBES = 18
 BOUND_BYTES = 200_000
-
-
-class Replica:
-    """A scripted replica: it tokenizes with ``model``, renders by its template, tells a version."""
-
-    def __init__(self, model: Path) -> None:
-        self.reader = PromptReader.load(model)
-        self.version = "1"
-        self.asked = 0
-        self.status = 200
-        self.url = ""
-
-    async def tokenize(self, request: web.Request) -> web.Response:
-        self.asked += 1
-        if self.status != 200:
-            return web.json_response({}, status=self.status)
-        prompt = self.reader.read_now("/tokenize", await request.json())
-        return web.json_response({"tokens": list(prompt.token_ids or ()), "max_model_len": 4096})
-
-    async def tell_version(self, request: web.Request) -> web.Response:
-        return web.json_response({"version": self.version})
-
-    @asynccontextmanager
-    async def serving(self) -> AsyncIterator[None]:
-        app = web.Application()
-        app.router.add_post("/tokenize", self.tokenize)
-        app.router.add_get("/version", self.tell_version)
-        async with TestServer(app) as server:
-            self.url = str(server.make_url("")).rstrip("/")
-            yield
 
 
 class Fleet:

@@ -111,6 +111,9 @@ LABELS_WITHOUT_SAMPLES = {
     "warmroute_access_refused_total": {"key", "cause"},
     "warmroute_lmcache_total": {"what"},
     "warmroute_measured_rate": {"replica", "part"},
+    # Of servers that are vLLM's.
+    "warmroute_tokens_exact": {"model"},
+    "warmroute_kv_events_known": {"replica"},
 }
 
 
