@@ -250,7 +250,9 @@ class TimeoutsConfig:
     """For connecting to a replica."""
     first_byte_s: float | None = setting(None, above=0)
     """From sending a request to the first byte of the answer. Unlimited by default, because a long
-    prompt on a busy replica can take minutes."""
+    prompt on a busy replica can take minutes. Without it, a request waits until its replica has
+    computed nothing for 30 s although a request there takes 10 times as long as predicted (at least
+    60 s)."""
     stream_idle_s: float | None = setting(300.0, above=0)
     """How long an answer that has begun may make no progress, because the replica sends nothing or
     the client reads nothing. Then it is ended. ``null``: no limit."""

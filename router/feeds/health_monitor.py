@@ -3,8 +3,9 @@
 A probe whose connection is refused means that a replica is down; a request's only causes a probe. A
 probe without an answer, or whose host name cannot be resolved, counts only when three follow each
 other. A router without file descriptors or memory finds nothing out. Replicas that are down are
-still probed, and the first good answer brings them back. What they serve and how they tokenize is
-asked after that, in a task of its own.
+still probed, and the first good answer brings them back. A replica that sleeps, is paused or is
+stuck answers ``/health``, and is down all the same. What replicas serve and how they tokenize is
+asked when they are up, in a task of its own.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
+from types import MappingProxyType
 from typing import Final
 
 import aiohttp
@@ -24,7 +26,7 @@ from router.config.settings import ReplicaConfig, RouterConfig
 from router.fleet.cost_model import CostPart
 from router.fleet.counter_speeds import CounterSpeeds, SpeedCounters
 from router.fleet.fleet import Fleet
-from router.fleet.replica import Replica
+from router.fleet.replica import Replica, Stall
 from router.prompt.prompt_reader import PromptSource, ServedModel
 from router.record.records import Cause
 from warmroute_common.config_reader import describe
@@ -37,6 +39,21 @@ _CACHE_CONFIG: Final = "vllm:cache_config_info"
 """vLLM's gauge whose labels are its cache's settings; one for each engine of a replica."""
 
 _LOAD: Final = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+_STANDSTILLS: Final = MappingProxyType(
+    {
+        "/is_sleeping": "it sleeps (/is_sleeping); POST /wake_up there wakes it",
+        "/is_paused": "it is paused (/is_paused); POST /resume there ends that",
+    }
+)
+"""Where vLLM says that it computes nothing (with VLLM_SERVER_DEV_MODE, without which it cannot be
+told to sleep), and what that means."""
+_SLEEP_STATE: Final = "vllm:engine_sleep_state{"
+_COMPUTED: Final = (
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "vllm:kv_cache_usage_perc",
+)
+"""Metrics of vLLM one of which changes with each of its steps."""
 _LEAST_TOKENS: Final = 2048
 """Fewer tokens, prefilled or loaded, say little about the speed."""
 
@@ -133,6 +150,16 @@ def load(metrics: str) -> tuple[int, int]:
     return running, waiting
 
 
+def sleeps(metrics: str) -> bool:
+    """Whether vLLM's gauge says that one of the replica's engines sleeps."""
+    return any(
+        each.startswith(_SLEEP_STATE)
+        and 'sleep_state="awake"' in each
+        and each.endswith((" 0", " 0.0"))
+        for each in metrics.splitlines()
+    )
+
+
 def kv_capacity(metrics: str) -> int | None:
     """Return the tokens of KV from Prometheus' text format; None if vLLM's gauge is not in it.
 
@@ -187,8 +214,25 @@ _SILENT_PROBES: Final = 3
 _LEARN_S: Final = 30.0
 _MODELS_EVERY_PROBES: Final = 15
 """Between two questions for what a replica serves and holds."""
+_STUCK_S: Final = 30.0
+"""A replica with overdue requests that has computed nothing for this long is stuck."""
 _EXHAUSTED_EVERY_S: Final = 60.0
 """Between two log lines about probes for which the router has no resources."""
+
+
+@dataclass
+class _Standstill:
+    """What a replica that answers health checks says about whether it computes."""
+
+    hidden: set[str] = field(default_factory=set)
+    """Those of `_STANDSTILLS` that it does not have."""
+    says: dict[str, bool] = field(default_factory=dict)
+    """What it said last at the others, and by its gauge of sleep."""
+    computed: str = ""
+    """`_COMPUTED` as they were last; empty if there was no reason to look, or it has none."""
+    since_s: float = 0.0
+    """When they were found to have changed."""
+    is_stuck: bool = False
 
 
 @dataclass
@@ -207,6 +251,7 @@ class _Watched:
     is_learned: bool = False
     """Whether that was done since it came up."""
     speeds: CounterSpeeds = field(default_factory=CounterSpeeds)
+    standstill: _Standstill = field(default_factory=_Standstill)
 
     @property
     def config(self) -> ReplicaConfig:
@@ -301,10 +346,8 @@ class HealthMonitor:
             if watched.replica.heard_s > began_s:
                 return  # it is busy, and alive: part of an answer or a KV event has come
             timeout_s = self._timeouts.health_timeout_s
-            self._no_answer(watched, f"/health does not answer within {timeout_s:g} s")
-            if watched.silent_probes == _SILENT_PROBES:
-                watched.replica.is_silent = True
-                self._changed()
+            problem = f"/health does not answer within {timeout_s:g} s"
+            self._no_answer(watched, problem, Stall.SILENT)
             return
         except (aiohttp.ClientError, OSError) as error:
             problem = connection_problem(error, config.url)
@@ -317,10 +360,12 @@ class HealthMonitor:
                 self._set_down(watched, problem)
             return
         watched.silent_probes = 0
-        if problem is None:
-            await self._set_up(watched)
-        else:
+        if problem is not None:
             self._set_down(watched, problem)
+        elif (standstill := await self._standstill(watched)) is not None:
+            self._set_down(watched, *standstill)
+        else:
+            await self._set_up(watched)
 
     async def _set_up(self, watched: _Watched) -> None:
         config = watched.config
@@ -342,9 +387,11 @@ class HealthMonitor:
         if self._asks_load:
             await self._ask_load(watched.replica)
 
-    def _no_answer(self, watched: _Watched, problem: str) -> None:
+    def _no_answer(self, watched: _Watched, problem: str, stall: Stall | None = None) -> None:
         watched.silent_probes += 1
-        if watched.up is None or watched.silent_probes >= _SILENT_PROBES:
+        if watched.silent_probes >= _SILENT_PROBES:
+            self._set_down(watched, problem, stall)
+        elif watched.up is None:
             self._set_down(watched, problem)
 
     def _log_exhausted(self, problem: str) -> None:
@@ -352,14 +399,17 @@ class HealthMonitor:
             self._exhausted_s = time.monotonic()
             log.warning("the router has no resources to probe replicas: %s", problem)
 
-    def _set_down(self, watched: _Watched, reason: str) -> None:
-        config = watched.config
+    def _set_down(self, watched: _Watched, reason: str, stall: Stall | None = None) -> None:
+        config, replica = watched.config, watched.replica
+        if stall not in (Stall.ASLEEP, Stall.STUCK):
+            watched.standstill = _Standstill()  # it may restart
+        was_stalled, replica.stall = replica.stall, stall
         was_up, watched.up, watched.is_learned = watched.up, False, False
         if was_up is not False:
             log.warning("%s (%s) is down: %s", config.name, config.url, reason)
             self._prompts.compare_again(config.url)  # what comes up may be another
-        self._fleet.down(watched.replica.id, reason)
-        if was_up is not False:
+        self._fleet.down(replica.id, reason)
+        if was_up is not False or stall is not was_stalled:
             self._changed()
 
     async def _problem(self, config: ReplicaConfig) -> str | None:
@@ -373,6 +423,71 @@ class HealthMonitor:
             timeout=aiohttp.ClientTimeout(total=self._timeouts.health_timeout_s),
         ) as response:
             return None if response.status < 500 else f"/health answers {response.status}"
+
+    async def _standstill(self, watched: _Watched) -> tuple[str, Stall] | None:
+        """Return why a replica that answers health checks computes nothing; None if it may."""
+        standstill = watched.standstill
+        await asyncio.gather(
+            *(
+                self._ask_standstill(watched, each)
+                for each in _STANDSTILLS.keys() - standstill.hidden
+            )
+        )
+        if standstill.says.get(_SLEEP_STATE):
+            await self._ask_metrics(watched)  # to see whether it still does
+        for path, why in (*_STANDSTILLS.items(), (_SLEEP_STATE, "it sleeps (engine_sleep_state)")):
+            if standstill.says.get(path):
+                return why, Stall.ASLEEP
+        await self._look_at_work(watched)
+        if not standstill.is_stuck:
+            return None
+        idle_s = time.monotonic() - standstill.since_s
+        return (
+            f"it answers /health, but computes nothing (for {idle_s:.0f} s) while requests wait",
+            Stall.STUCK,
+        )
+
+    async def _ask_standstill(self, watched: _Watched, path: str) -> None:
+        """Note what a replica says at a path; if it does not answer, what it said last counts."""
+        config = watched.config
+        try:
+            async with self._session.get(
+                f"{config.url}{path}",
+                headers=authorization(config),
+                timeout=aiohttp.ClientTimeout(total=self._timeouts.health_timeout_s),
+            ) as response:
+                if 400 <= response.status < 500:
+                    watched.standstill.hidden.add(path)
+                elif response.status == 200:
+                    answer = orjson.loads(await response.read())
+                    is_so = isinstance(answer, dict) and answer.get(path[1:]) is True
+                    watched.standstill.says[path] = is_so
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            log.debug("%s does not answer at %s: %s", config.name, path, describe(error))
+
+    async def _look_at_work(self, watched: _Watched) -> None:
+        """Note whether a replica with overdue requests has computed something.
+
+        A stuck one is tried again when it has, or if it is idle: after a while without requests.
+        """
+        standstill, now_s = watched.standstill, time.monotonic()
+        if not (watched.replica.is_overdue or standstill.is_stuck):
+            standstill.computed = ""
+            return
+        timeout_s = self._timeouts.health_timeout_s
+        answer = await fetch(self._session, watched.config, "/metrics", timeout_s=timeout_s)
+        metrics = (answer or b"").decode(errors="replace")
+        lines = (each for each in metrics.splitlines() if each.startswith(_COMPUTED))
+        computed = "\n".join(lines)
+        since_s = now_s - standstill.since_s
+        if not computed or computed != standstill.computed:
+            standstill.computed, standstill.since_s = computed, now_s
+            standstill.is_stuck = False
+        elif standstill.is_stuck:
+            if since_s >= 2 * _STUCK_S and load(metrics) == (0, 0):
+                standstill.is_stuck, standstill.computed = False, ""
+        else:
+            standstill.is_stuck = since_s >= _STUCK_S
 
     async def _ask_models(self, watched: _Watched) -> list[ServedModel] | None:
         """Note what a replica serves; return None if it does not tell."""
@@ -426,6 +541,10 @@ class HealthMonitor:
             return
         text = metrics.decode(errors="replace")
         self._note_speeds(watched, text)
+        says = watched.standstill.says
+        slept, says[_SLEEP_STATE] = says.get(_SLEEP_STATE, False), sleeps(text)
+        if says[_SLEEP_STATE] and not slept:
+            self.look_again(replica)
         try:
             tokens = kv_capacity(text)
         except ValueError as error:

@@ -61,6 +61,7 @@ class Fleet:
         self.started = 0
         """Requests ever started."""
         self._recent = RecentWork(weights)
+        self._unanswered: set[Ticket] = set()
 
     # --- replicas
 
@@ -95,6 +96,9 @@ class Fleet:
     def tick(self, now_s: float) -> None:
         """Apply what has become due; to be called about once a second."""
         self.prefills.pass_time(now_s)
+        overdue = {each.replica for each in self._unanswered if each.is_overdue(now_s)}
+        for replica in self.replicas.values():
+            replica.is_overdue = replica in overdue
         self.index.tick(now_s)
         self.replicas.tick()
         self.replicas.release(self.index.is_clear, now_s)
@@ -129,6 +133,7 @@ class Fleet:
             index=self.index,
             speculative=speculative,
             prefills=self.prefills,
+            unanswered=self._unanswered,
             weights=self.weights,
             trial=self.replicas.begin(replica, now_s),
         )
@@ -158,7 +163,7 @@ class Fleet:
         replica = self.replicas[replica_id]
         if replica.state is ReplicaState.DOWN:
             self.replicas.came_back(replica)
-        replica.is_silent = False
+        replica.stall = None
         self._receive(replica, Signal.ANSWERED, why_down="")
 
     def down(self, replica_id: str, why: str = "it does not answer") -> None:

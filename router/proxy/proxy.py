@@ -10,7 +10,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import replace
 from math import ceil
 from typing import Final, NoReturn
@@ -402,13 +402,12 @@ class Proxy:
     ) -> AbstractContextManager[Wait]:
         """Make the wait for a first byte, which ends early if another replica can take over."""
         tried = [each.replica_id for each in record.failed_tries]
-        if (
+        may_move = (
             self._tries_left(record) > 1
             and asked.repeatable
             and self._lifecycle.bound_to(asked) is None
-        ):
-            return self._waits.at(replica, model=asked.model, tried=tried)
-        return nullcontext(Wait())
+        )
+        return self._waits.at(replica, model=asked.model, tried=tried, may_move=may_move)
 
     def _give_up(self, record: RequestRecord) -> NoReturn:
         """Raise the error of a request whose tries all failed."""

@@ -4,10 +4,10 @@ aiohttp's exceptions are mapped here, once: to `AttemptFailedError` (no content 
 seen, so another replica may be asked) and `AnswerCutError` (the answer had begun). A cancelled
 call closes its connection, which tells the replica that its answer is no longer wanted.
 
-A long prompt may take minutes, so by default nothing limits the wait for the first byte. But a
-replica that does not answer health checks either, or whose LMCache server has ended, will not
-answer: `FirstByteWaits` ends such a wait. A replica that answers its health checks with 503 may
-still finish its requests.
+A long prompt may take minutes, so by default no fixed time limits the wait for the first byte. But a
+replica that does not answer health checks either, that sleeps or computes nothing, or whose LMCache
+server has ended, will not answer: `FirstByteWaits` ends such a wait. A replica that answers its
+health checks with 503 may still finish its requests.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from yarl import URL
 
 from router.config.settings import TimeoutsConfig
 from router.fleet.fleet import Fleet
-from router.fleet.replica import Replica, ReplicaState
+from router.fleet.replica import Replica, ReplicaState, Stall
 from router.proxy.sse import StreamOpening
 from router.record.records import Cause
 from warmroute_common.admin_token import HEADER as ADMIN_HEADER
@@ -467,12 +467,22 @@ def _without(headers: CIMultiDictProxy[str], dropped: frozenset[str]) -> CIMulti
 
 @dataclass(eq=False, kw_only=True)
 class _Movable:
-    """The wait of a request that may go to another replica instead."""
+    """The wait of a request, which may go to another replica instead if it ``may_move``."""
 
     wait: Wait
     replica: Replica
     model: str | None
     tried: Collection[str] = field(repr=False)
+    may_move: bool
+
+
+_STALLED: Final = MappingProxyType(
+    {
+        Stall.SILENT: Cause.SILENT,
+        Stall.ASLEEP: Cause.HUNG,
+        Stall.STUCK: Cause.TIMEOUT,
+    }
+)
 
 
 class HangSource(Protocol):
@@ -483,7 +493,7 @@ class HangSource(Protocol):
 
 
 class FirstByteWaits:
-    """The requests that wait for their first byte and could be sent elsewhere."""
+    """The requests that wait for their first byte."""
 
     def __init__(self, fleet: Fleet, hangs: HangSource | None = None) -> None:
         self._fleet = fleet
@@ -494,14 +504,17 @@ class FirstByteWaits:
         return len(self._waits)
 
     @contextmanager
-    def at(self, replica: Replica, *, model: str | None, tried: Collection[str]) -> Iterator[Wait]:
+    def at(
+        self, replica: Replica, *, model: str | None, tried: Collection[str], may_move: bool
+    ) -> Iterator[Wait]:
         """Make a wait that is given up when the replica will not answer and another is up.
 
-        ``tried`` are the ids of replicas that failed to answer.
+        ``tried`` are the ids of replicas that failed to answer. A request that may not move waits
+        on, unless the replica is stuck: then nothing else would end the wait.
         """
         wait = Wait()
-        waiting = _Movable(wait=wait, replica=replica, model=model, tried=tried)
-        hung = None if self._hangs is None else self._hangs.hung(replica.id)
+        waiting = _Movable(wait=wait, replica=replica, model=model, tried=tried, may_move=may_move)
+        hung = self._hangs.hung(replica.id) if self._hangs is not None and may_move else None
 
         def note_hung(_: object) -> None:
             wait.give_up(
@@ -522,14 +535,17 @@ class FirstByteWaits:
                 hung.remove_done_callback(note_hung)
 
     def look(self) -> None:
-        """Give up useless waits. Call it when a replica was found up, down or silent."""
+        """Give up useless waits. Call it when a replica was found up, down or stalled."""
         for each in self._waits:
             self._look_at(each)
 
     def _look_at(self, waiting: _Movable) -> None:
         replica = waiting.replica
-        if replica.is_silent and self._has_another(waiting):
-            waiting.wait.give_up(AttemptFailedError(Cause.SILENT, replica.why_down))
+        if replica.stall is None:
+            return
+        if replica.stall is Stall.STUCK or (waiting.may_move and self._has_another(waiting)):
+            cause = _STALLED[replica.stall]
+            waiting.wait.give_up(AttemptFailedError(cause, replica.why_down))
 
     def _has_another(self, waiting: _Movable) -> bool:
         return any(
