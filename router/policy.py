@@ -61,6 +61,7 @@ _NEEDLESS_ESCAPE: Final = r"%(?:2[dDeE]|3\d|[46][1-9a-fA-F]|[57][\daA]|5[fF]|7[e
 
 _SESSION_FIELDS: Final = ("prompt_cache_key", "session_id", "user")
 _LONGEST_SESSION: Final = 128
+_OUTPUT_FIELDS: Final = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 
 _JSON_OBJECT: Final = re.compile(rb"\s*\{")
 _URLENCODED: Final = "application/x-www-form-urlencoded"
@@ -98,12 +99,14 @@ class ParsedRequest:
     session: str | None
     streamed: bool = False
     """Whether the client wants a streamed answer."""
+    output_tokens: int = 0
+    """How long the answer may become, if the client says that."""
     max_wait_s: float = inf
     """How long the router may hold the request, as the client asked."""
     has_prompt: bool = True
+    """Whether there is a prompt to match."""
     is_form: bool = False
     """Whether the body is a form, which mostly holds audio or an image."""
-    """Whether there is a prompt to match."""
     ids: tuple[str, ...] = ()
     """Ids of stored responses, files and such in the request. Only the replica that stores one of
     them can answer."""
@@ -308,6 +311,7 @@ def _prompted(
         model=model,
         streamed=fields.get("stream") is True,
         session=_session(fields, session),
+        output_tokens=_output_tokens(fields),
         ids=() if before is None else (before,),
         max_wait_s=_max_wait_s(headers.get(MAX_WAIT_HEADER)),
     )
@@ -454,6 +458,12 @@ def _text(fields: Mapping[str, Any], name: str) -> str | None:
             f"'{name}' must be a string, not {_json_type(value)}", param=name, code="invalid_type"
         )
     return value
+
+
+def _output_tokens(fields: Mapping[str, Any]) -> int:
+    """Return how long the answer may become; 0 if the body does not say that, or wrongly."""
+    given = next((fields[each] for each in _OUTPUT_FIELDS if fields.get(each) is not None), 0)
+    return given if isinstance(given, int) and given > 0 else 0
 
 
 def _session(fields: Mapping[str, Any], named: str | None) -> str | None:

@@ -43,6 +43,8 @@ class OwnEndpoints:
     async def models(self, request: web.Request) -> web.Response:
         """``GET /v1/models``: what the replicas that are up serve, each model once, and aliases.
 
+        Of several entries of a model the one with the longest context counts.
+
         It is what health checks have found: no replica is asked.
         """
         return as_json({"object": "list", "data": await self._merged_models(request)})
@@ -119,7 +121,9 @@ class OwnEndpoints:
         for answer in answers:
             for each in answer:
                 if grant is None or grant.allows(str(each["id"])):
-                    merged.setdefault(each["id"], each)
+                    known = merged.setdefault(each["id"], each)
+                    if _context(each) > _context(known):  # such prompts go where they fit
+                        merged[each["id"]] = each
         for alias, real in self.fleet.aliases.items():
             if real in merged:
                 merged[alias] = {**merged[real], "id": alias}
@@ -136,6 +140,11 @@ class OwnEndpoints:
             if each.config.api_key is None
         )
         return [each for each in await asyncio.gather(*asked) if each]
+
+
+def _context(model: Mapping[str, object]) -> int:
+    length = model.get("max_model_len")
+    return length if isinstance(length, int) else 0
 
 
 def _endpoint(named: str | None, fields: Mapping[str, Any]) -> str:

@@ -500,7 +500,8 @@ class HealthMonitor:
         served = served_models(entries)
         models = {each.id: each.adapter_path for each in served}
         roots = {each.root for each in served if each.adapter_path is None}
-        self._fleet.set_models(replica.id, models, roots)
+        contexts = {each.id: each.max_model_len for each in served if each.max_model_len}
+        self._fleet.set_models(replica.id, models, roots, contexts)
         return served
 
     async def _learn(self, watched: _Watched, served: list[ServedModel] | None) -> None:

@@ -110,6 +110,8 @@ class Replica:
     """Names that requests may use; None until the replica reports them."""
     adapters: Mapping[str, str] = field(default_factory=dict)
     """Paths of its LoRA adapters, by the names that requests use."""
+    contexts: Mapping[str, int] = field(default_factory=dict)
+    """How many tokens the context of its models takes, by these names, as far as reported."""
     roots: frozenset[str] = frozenset()
     """Paths of its other models (``--model``); empty until the replica reports them."""
     shape: KeyShape | None = None

@@ -41,6 +41,9 @@ class _Fields(msgspec.Struct):
 
     model: Any = UNSET
     stream: Any = UNSET
+    max_tokens: Any = UNSET
+    max_completion_tokens: Any = UNSET
+    max_output_tokens: Any = UNSET
     prompt_cache_key: Any = UNSET
     session_id: Any = UNSET
     user: Any = UNSET

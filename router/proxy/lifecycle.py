@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final, Protocol
@@ -247,9 +247,8 @@ class RequestLifecycle:
         asked_s = time.monotonic()
         failed = tuple(each.replica_id for each in record.failed_tries[forgiven:])
         request = replace(
-            self._to_place(asked, prompt_keys),
+            self._to_place(asked, prompt_keys, failed),
             client=record.key,
-            exclude=failed,
             among=among,
             streamed=asked.streamed and sees_tokens,
         )
@@ -398,11 +397,19 @@ class RequestLifecycle:
         except RecursionError:  # what can be parsed may be deeper than templates can walk
             raise BadRequestError("the body's values are nested too deeply") from None
 
-    def _to_place(self, asked: ParsedRequest, keys: PromptKeyCache) -> PlacementRequest:
+    def _to_place(
+        self, asked: ParsedRequest, keys: PromptKeyCache, failed: Sequence[str] = ()
+    ) -> PlacementRequest:
+        """Return what the scheduler needs; ``failed`` replicas do not get the request again."""
+        bound_to = self.bound_to(asked)
+        short: Sequence[str] = ()
+        if asked.has_prompt and bound_to is None:
+            short = self.fleet.too_short(asked.model, keys.prompt_tokens, asked.output_tokens)
         return PlacementRequest(
             keys=keys,
             model=asked.model,
             session=asked.session,
-            bound_to=self.bound_to(asked),
+            bound_to=bound_to,
+            exclude=(*failed, *short),
             streamed=asked.streamed,
         )

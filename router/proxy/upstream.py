@@ -4,10 +4,10 @@ aiohttp's exceptions are mapped here, once: to `AttemptFailedError` (no content 
 seen, so another replica may be asked) and `AnswerCutError` (the answer had begun). A cancelled
 call closes its connection, which tells the replica that its answer is no longer wanted.
 
-A long prompt may take minutes, so by default no fixed time limits the wait for the first byte. But a
+A long prompt may take minutes, so by default no fixed time limits the wait for the first byte. A
 replica that does not answer health checks either, that sleeps or computes nothing, or whose LMCache
-server has ended, will not answer: `FirstByteWaits` ends such a wait. A replica that answers its
-health checks with 503 may still finish its requests.
+server has ended, will not answer: `FirstByteWaits` ends such a wait. One that answers its health
+checks with 503 may still finish its requests.
 """
 
 import asyncio
