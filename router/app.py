@@ -159,7 +159,7 @@ def make_parts(
         prompts=prompts,
         stager=stager,
         records=records,
-        failures=health,
+        health=health,
         locator=lmcache,
     )
     reload = Reload(

@@ -52,6 +52,7 @@ class OwnEndpoints:
     async def model(self, request: web.Request) -> web.Response:
         """``GET /v1/models/{id}``."""
         name = request.match_info["model"]
+        await self.lifecycle.look_for(self.fleet.aliases.get(name, name))
         merged = {str(each["id"]): each for each in await self._merged_models(request)}
         if name not in merged:
             raise UnknownModelError(name, merged)

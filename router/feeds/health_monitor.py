@@ -216,6 +216,11 @@ _MODELS_EVERY_PROBES: Final = 15
 """Between two questions for what a replica serves and holds."""
 _STUCK_S: Final = 30.0
 """A replica with overdue requests that has computed nothing for this long is stuck."""
+_LOOK_S: Final = 1.0
+_ASKED_PER_S: Final = 50.0
+_ASKED_AT_ONCE: Final = 16
+"""Looks for unknown models: the pause between two, in addition to a time per replica; and how many
+replicas are asked at the same time."""
 _EXHAUSTED_EVERY_S: Final = 60.0
 """Between two log lines about probes for which the router has no resources."""
 
@@ -281,6 +286,9 @@ class HealthMonitor:
         self._session = session
         self._ending: set[asyncio.Task[None]] = set()
         self._exhausted_s = -inf
+        self._look: asyncio.Task[None] | None = None
+        """The last look at all models, which may be under way."""
+        self._next_look_s = -inf
 
     async def start(self) -> None:
         """Begin to probe; return once every replica was probed, or after a second without.
@@ -295,6 +303,7 @@ class HealthMonitor:
     async def stop(self) -> None:
         """End the probing."""
         tasks = [task for each in self._watched.values() for task in (each.task, each.learning)]
+        tasks.append(self._look)
         await end_all([*self._ending, *(each for each in tasks if each is not None)])
 
     def joined(self, replica: Replica) -> asyncio.Event:
@@ -325,7 +334,37 @@ class HealthMonitor:
     def suspect(self, replica_id: str, cause: Cause) -> None:
         """A request failed there: probe the replica now. The probe decides whether it is up."""
         if (replica := self._fleet.replicas.find(replica_id)) is not None:
+            if cause is Cause.NO_MODEL and (watched := self._watched.get(replica)) is not None:
+                watched.is_learned = False
             self.look_again(replica)
+
+    async def look_for_model(self) -> None:
+        """Ask the replicas that are up for their models, unless they were asked just now.
+
+        Requests for unknown models come here: all share one look, each waits for it for
+        ``health_timeout_s`` at most, and there is a pause between two looks.
+        """
+        if self._look is None or (self._look.done() and time.monotonic() >= self._next_look_s):
+            self._look = asyncio.create_task(self._look_for_models())
+        await asyncio.wait([self._look], timeout=self._timeouts.health_timeout_s)
+
+    async def _look_for_models(self) -> None:
+        up = [each for each in self._watched.values() if each.up]
+        turns = asyncio.Semaphore(_ASKED_AT_ONCE)
+
+        async def look(watched: _Watched) -> None:
+            async with turns:
+                before = watched.replica.models
+                await self._ask_models(watched)
+            if watched.replica.models != before:
+                # Its tokenizer may be another's.
+                watched.is_learned = False
+                watched.wake.set()
+
+        try:
+            await asyncio.gather(*(look(each) for each in up))
+        finally:
+            self._next_look_s = time.monotonic() + _LOOK_S + len(up) / _ASKED_PER_S
 
     async def _watch(self, watched: _Watched) -> None:
         while True:

@@ -218,8 +218,8 @@ class Fleet:
     def too_short(self, model: str | None, prompt_tokens: int, output_tokens: int) -> Sequence[str]:
         """Return the ids of the replicas whose context is too short for a prompt and its answer.
 
-        If no replica that takes both is up, those that take the prompt and a shorter answer remain.
-        If even the longest context is too short, that replica refuses the request.
+        If no replica that takes both is up, replicas that take the prompt and a shorter answer
+        remain. If even the longest context is too short, that replica refuses the request.
         """
         contexts = self._contexts_of(model)
         short: Sequence[str] = ()

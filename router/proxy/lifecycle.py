@@ -46,11 +46,14 @@ _LONG_PROMPT_TOKENS: Final = 65_536
 """The keys of a longer prompt are made in a thread: they take 0.1 ms per thousand new tokens."""
 
 
-class FailureListener(Protocol):
-    """Learns of tries that failed, to check the replica's health at once."""
+class HealthSource(Protocol):
+    """Checks replicas' health, and asks them for their models, before that is due."""
 
     def suspect(self, replica_id: str, cause: Cause) -> None:
         """Take note that a request failed at a replica."""
+
+    async def look_for_model(self) -> None:
+        """Ask the replicas for their models, unless they were asked just now."""
 
 
 class KvLocator(Protocol):
@@ -137,7 +140,7 @@ class RequestLifecycle:
         prompts: PromptSource,
         stager: Stager,
         records: RecordReader,
-        failures: FailureListener,
+        health: HealthSource,
         locator: KvLocator,
     ) -> None:
         """``records`` gets each request's record once, at its end."""
@@ -151,7 +154,7 @@ class RequestLifecycle:
         self._stager = stager
         self._owners = ResponseOwners()
         self._records = records
-        self._failures = failures
+        self._health = health
         self._locator = locator
 
     # The record
@@ -206,6 +209,7 @@ class RequestLifecycle:
         record.model = asked.model
         if asked.has_prompt and self.bound_to(asked) is None:
             self._admission.refuse_if_full(record.key)
+        await self.look_for(asked.model)
         began_s = time.monotonic()
         prompt = await self._prompt(asked)
         prompt_keys, record.is_exact = PromptKeyCache(prompt), prompt is not None and prompt.exact
@@ -218,8 +222,15 @@ class RequestLifecycle:
         await self._locator.look_up(prompt_keys)
         return prompt_keys
 
+    async def look_for(self, model: str | None) -> None:
+        """Ask the replicas for their models if none is known to serve this one."""
+        replicas = self.fleet.replicas.values()
+        if model is not None and replicas and not any(each.serves(model) for each in replicas):
+            await self._health.look_for_model()
+
     async def decide(self, asked: ParsedRequest) -> tuple[Prompt | None, Decision]:
         """Return where a request would go, without sending it."""
+        await self.look_for(asked.model)
         prompt = await self._prompt(asked)
         prompt_keys = PromptKeyCache(prompt)
         await self._locator.look_up(prompt_keys)
@@ -308,7 +319,7 @@ class RequestLifecycle:
     def cut(self, ticket: Ticket) -> None:
         """Note that a replica broke off its answer after it had begun."""
         self._note_result(ticket, ok=False)
-        self._failures.suspect(ticket.replica.id, Cause.CUT)
+        self._health.suspect(ticket.replica.id, Cause.CUT)
 
     def failed(
         self,
@@ -344,7 +355,7 @@ class RequestLifecycle:
         )
         record.prepared = StagingResult()  # the staged KV was for that replica
         if cause not in (Cause.ABSENT, Cause.BUSY, Cause.LOCAL):
-            self._failures.suspect(record.replica_id, cause)
+            self._health.suspect(record.replica_id, cause)
 
     # The end
 

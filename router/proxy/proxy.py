@@ -148,7 +148,7 @@ class Retries:
 
 _Begun = tuple[ReplicaAnswer, Ticket]
 """A replica's answer that has begun, and the ticket to release at its end."""
-_NOT_BEGUN: Final = (Cause.CONNECT, Cause.LOCAL, Cause.ABSENT)
+_NOT_BEGUN: Final = (Cause.CONNECT, Cause.LOCAL, Cause.ABSENT, Cause.NO_MODEL)
 """Causes after which the replica has certainly not begun with the request."""
 _NOT_TAKEN: Final = (*_NOT_BEGUN, Cause.BUSY, Cause.STATUS)
 """Causes after which the replica has most likely done nothing for the request."""
@@ -378,6 +378,7 @@ class Proxy:
                     client=client,
                     repeatable=asked.repeatable,
                     seeks=asked.seeks and self._lifecycle.bound_to(asked) is None,
+                    has_model=asked.model is not None,
                 )
         except AttemptFailedError as failure:
             self._lifecycle.failed(

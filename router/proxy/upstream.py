@@ -23,6 +23,7 @@ from types import MappingProxyType
 from typing import Final, Protocol
 
 import aiohttp
+import orjson
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.client_reqrep import ConnectionKey
@@ -239,6 +240,7 @@ class Upstream:
         client: KeepAlives,
         repeatable: bool = False,
         seeks: bool = False,
+        has_model: bool = False,
     ) -> ReplicaAnswer:
         """Send a request; return its answer once its content begins. The caller closes it.
 
@@ -246,7 +248,8 @@ class Upstream:
         is ``repeatable`` is sent again if it met a connection that the replica was closing.
         Raises `AttemptFailedError` if no answer came, if its status is in `RETRYABLE`, if its
         stream begins with such an error, if it is 404 and the request ``seeks`` the replica that
-        stores something, or if ``wait`` was given up.
+        stores something or the replica does not serve its model (``has_model``), or if ``wait`` was
+        given up.
         """
         sent_s = time.monotonic()
         response: aiohttp.ClientResponse | None = None
@@ -261,13 +264,18 @@ class Upstream:
                         Cause.CUT, "the replica switched protocols without being asked to"
                     )
                 if response.status in RETRYABLE:
-                    raise await _refused(response, RETRYABLE[response.status])
-                if seeks and response.status == web.HTTPNotFound.status_code:
-                    raise await _refused(response, Cause.ABSENT)
-                # vLLM sends a stream's headers, and keep-alives, before it has
-                # computed anything: only the first content shows that the
-                # replica has survived the prefill.
-                first = await _first_content(response, client)
+                    cause = RETRYABLE[response.status]
+                    raise _failure_of(response, cause, await _start(response))
+                if response.status == web.HTTPNotFound.status_code and (seeks or has_model):
+                    cause = Cause.ABSENT if seeks else Cause.NO_MODEL
+                    first = await _start(response)
+                    if seeks or _misses_model(first):
+                        raise _failure_of(response, cause, first)
+                else:
+                    # vLLM sends a stream's headers, and keep-alives, before it has
+                    # computed anything: only the first content shows that the
+                    # replica has survived the prefill.
+                    first = await _first_content(response, client)
         except BaseException as error:
             if response is not None:
                 response.close()
@@ -360,14 +368,32 @@ async def _first_content(response: aiohttp.ClientResponse, client: KeepAlives) -
     return bytes(opening.held)
 
 
-async def _refused(response: aiohttp.ClientResponse, cause: Cause) -> AttemptFailedError:
+async def _start(response: aiohttp.ClientResponse) -> bytes:
+    """Return as much of an answer as an error may have."""
     body = bytearray()
     while len(body) < _FAILURE_BODY_BYTES and (chunk := await response.content.readany()):
         body += chunk
+    return bytes(body)
+
+
+def _failure_of(response: aiohttp.ClientResponse, cause: Cause, body: bytes) -> AttemptFailedError:
     headers = kept_headers(response.headers)
     headers.popall("Content-Length", None)
-    answer = web.Response(status=response.status, headers=headers, body=bytes(body))
+    answer = web.Response(status=response.status, headers=headers, body=body)
     return AttemptFailedError(cause, f"answered {response.status}", answer)
+
+
+def _misses_model(body: bytes) -> bool:
+    """Whether an error says that its server does not have the model, as vLLM and OpenAI say it."""
+    try:
+        answer = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return False
+    error = answer.get("error", answer) if isinstance(answer, dict) else None
+    if not isinstance(error, dict):
+        return False
+    is_named = error.get("param") == "model" or error.get("code") == "model_not_found"
+    return is_named or str(error.get("message", "")).startswith("The model `")
 
 
 @dataclass

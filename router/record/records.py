@@ -119,6 +119,8 @@ class Cause(StrEnum):
     """No first byte within ``timeouts.first_byte_s``, or the replica computes nothing."""
     ABSENT = "absent"
     """The replica answered 404, and another may store what was asked for."""
+    NO_MODEL = "no-model"
+    """The replica answered 404: it does not serve the model, against what it had reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
