@@ -9,8 +9,10 @@ clients, their models and their rates are in `router.api.access`.
 This module does no I/O and reads no clock.
 """
 
+import hmac
 import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf, nan
@@ -20,7 +22,13 @@ from urllib.parse import quote
 import xxhash
 
 from router.config.settings import RouterConfig
-from router.prompt.request_body import parsed_bytes, prompt_fields, short_members, with_model
+from router.prompt.request_body import (
+    parsed_bytes,
+    prompt_fields,
+    short_members,
+    with_members,
+    with_new_member,
+)
 from warmroute_common.addresses import is_loopback
 from warmroute_common.api_errors import BadRequestError, NotFoundError, NotSupportedError
 from warmroute_common.config_reader import ConfigLocation
@@ -46,6 +54,14 @@ _STATELESS: Final = frozenset(
     }
 )
 """Endpoints that store nothing: another replica may be asked after one has begun."""
+_SALTED: Final = frozenset(
+    {
+        *("/classify", "/cohere/v2/chat", "/generative_scoring", "/inference/v1/generate"),
+        *("/invocations", "/pooling", "/rerank", "/score", "/v1/chat/completions/batch"),
+        *("/v1/rerank", "/v1/score", "/v2/embed", "/v2/rerank"),
+    }
+)
+"""Endpoints of vLLM, besides `PROMPTED`, that compute KV for JSON bodies."""
 _FORWARDED: Final = (
     *("/v1/*", "/v2/*", "/cohere/v2/chat", "/invocations", "/ping", "/tokenizer_info", "/version"),
     *_STATELESS,
@@ -178,20 +194,29 @@ class Policy:
             raise NotSupportedError(f"WebSockets are not supported; {path} was asked for one")
 
     def parse(
-        self, plane: Plane, method: str, path: str, headers: Mapping[str, str], body: bytes
+        self,
+        plane: Plane,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes,
+        *,
+        salt_key: bytes | None = None,
     ) -> ParsedRequest:
         """Return what routing needs of a request; raise `BadRequestError`.
 
         Endpoints with a prompt are checked here. Other bodies are the replica's to check. ``path``
         is decoded; ``headers`` is looked up by names in lower case. Aliases are replaced by the
-        proxy only: a gateway has the body.
+        proxy only: a gateway has the body. With a ``salt_key``, the prompt's ``cache_salt`` is
+        replaced by one that only this key's requests have.
         """
         aliases = self.aliases if plane is Plane.PROXY else {}
         session = headers.get(self._session_header.lower())
         if has_prompt(method, path):
-            return _prompted(path, headers, body, session, aliases)
+            return _prompted(path, headers, body, session, aliases, salt_key=salt_key)
         content_type = headers.get("content-type", "")
-        fields, model, body = _model_of(content_type, body, aliases)
+        salt_key = salt_key if method == "POST" and path in _SALTED else None
+        fields, model, body = _model_of(content_type, body, aliases, salt_key)
         return ParsedRequest(
             endpoint=path,
             body=body,
@@ -296,12 +321,26 @@ def _prompted(
     body: bytes,
     session: str | None,
     aliases: Mapping[str, str],
+    *,
+    salt_key: bytes | None,
 ) -> ParsedRequest:
     size_bytes = parsed_bytes(body)
     fields = prompt_fields(body)
     model = _text(fields, "model")
+    changed: dict[str, str] = {}
     if model is not None and model in aliases:
-        body = with_model(body, model := aliases[model])
+        changed["model"] = model = aliases[model]
+    given = fields.get("cache_salt")
+    # What cannot be a salt is not replaced, but refused.
+    if salt_key is not None and (given is None or (isinstance(given, str) and given)):
+        salt = _own_salt(salt_key, given)
+        if "cache_salt" in fields:
+            changed["cache_salt"] = salt
+        else:
+            body = with_new_member(body, "cache_salt", salt)
+        fields["cache_salt"] = salt
+    if changed:
+        body = with_members(body, changed)
     before = _text(fields, "previous_response_id") if path == "/v1/responses" else None
     return ParsedRequest(
         endpoint=path,
@@ -317,10 +356,17 @@ def _prompted(
     )
 
 
+def _own_salt(salt_key: bytes, given: str | None) -> str:
+    """Return a salt that nobody without the key can make, for a client's own salt or none."""
+    # A prefix keeps a client's salt "" apart from none, should vLLM ever take it.
+    text = "" if given is None else f"/{given}"
+    return hmac.digest(salt_key, text.encode(errors="surrogatepass"), "sha256").hex()
+
+
 def _model_of(
-    content_type: str, body: bytes, aliases: Mapping[str, str]
+    content_type: str, body: bytes, aliases: Mapping[str, str], salt_key: bytes | None
 ) -> tuple[Mapping[str, object], str | None, bytes]:
-    """Return a body's short JSON fields, its model, and the body with an alias replaced."""
+    """Return a body's short JSON fields, its model, and the body with alias and salt replaced."""
     if _is_multipart(content_type):
         model, body = _form_model(content_type, body, aliases)
         return {}, model, body
@@ -331,8 +377,15 @@ def _model_of(
     fields = short_members(body)
     named = fields.get("model")
     model = named if isinstance(named, str) else None
+    changed: dict[str, str] = {}
     if model is not None and model in aliases:
-        body = with_model(body, model := aliases[model])
+        changed["model"] = model = aliases[model]
+    if salt_key is not None:
+        given = fields.get("cache_salt")
+        changed["cache_salt"] = _own_salt(salt_key, given if isinstance(given, str) else None)
+    if changed:
+        with suppress(BadRequestError):  # the replica refuses it
+            body = with_members(body, changed)
     return fields, model, body
 
 

@@ -332,6 +332,11 @@ class AccessConfig:
     names; commands on the same machine do so."""
     metrics: Literal["admin", "open"] = "admin"
     """``open``: ``/metrics`` needs no key."""
+    cache: Literal["shared", "per-key"] = "shared"
+    """``per-key``: clients with different keys share no cached KV, not even of equal system
+    prompts. The router sets the ``cache_salt`` of each prompt, made from the key's SHA-256 and the
+    client's own salt, if it sends one. For vLLM; not for paths of ``passthrough``, nor for forms
+    (audio, images). KV in LMCache 0.5 is not matched then."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -194,10 +194,19 @@ class RequestLifecycle:
     # Read, admit, place, stage
 
     async def parse(
-        self, plane: Plane, method: str, path: str, headers: Mapping[str, str], body: bytes
+        self,
+        plane: Plane,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes,
+        *,
+        salt_key: bytes | None = None,
     ) -> ParsedRequest:
         """Return what routing needs of a request; raise `BadRequestError`: see `Policy.parse`."""
-        return await off_loop(len(body), self.policy.parse, plane, method, path, headers, body)
+        return await off_loop(
+            len(body), self.policy.parse, plane, method, path, headers, body, salt_key=salt_key
+        )
 
     async def read(self, asked: ParsedRequest, record: RequestRecord) -> PromptKeyCache:
         """Render and tokenize the prompt; return its keys, which are computed when asked for.

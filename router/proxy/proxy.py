@@ -249,10 +249,12 @@ class Proxy:
         request, record = client.request, client.record
         body = await read_body(request)
         await self._lifecycle.one_per_tick.enter()
+        grant = request.get(GRANT)
         asked = await self._lifecycle.parse(
-            Plane.PROXY, request.method, request.path, request.headers, body
+            *(Plane.PROXY, request.method, request.path, request.headers, body),
+            salt_key=None if grant is None else grant.salt_key,
         )
-        if (grant := request.get(GRANT)) is not None:
+        if grant is not None:
             grant.check_model(asked.model)
             asked = replace(asked, session=grant.own_session(asked.session))
         if charge is not None:
