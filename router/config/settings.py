@@ -206,7 +206,8 @@ class SessionConfig:
     """Request header that names a session. Without it, the body's ``prompt_cache_key``,
     ``session_id`` or ``user`` names the session."""
     max_sessions: int = setting(100_000, at_least=1)
-    """Sessions remembered. Beyond that the least recently used ones are forgotten."""
+    """Sessions remembered. Beyond that the least recently used ones are forgotten, of the key that
+    has most."""
     ttl_s: float = setting(3600.0, above=0)
     """How long a session is remembered after its last request."""
 
