@@ -21,7 +21,7 @@ from router.policy import PROMPTED, Plane
 from router.proxy.lifecycle import RequestLifecycle
 from router.record.metrics import CONTENT_TYPE, Metrics
 from warmroute_common.api_errors import BadRequestError, NoReplicaError, UnknownModelError
-from warmroute_common.http_server import LEAVING, as_json, holding, read_body
+from warmroute_common.http_server import BODIES, LEAVING, as_json, read_body
 
 _ASKED_AS_CLIENT: Final = 8
 """Replicas that one client's question for models becomes questions to."""
@@ -105,7 +105,7 @@ class OwnEndpoints:
         endpoint = _endpoint(named, asked.fields)
         if endpoint != asked.endpoint:
             asked = await parse(endpoint, request.headers, body)
-        with holding(request, asked.parsed_bytes):
+        with request.app[BODIES].holding(asked.parsed_bytes):
             prompt, decision = await self.lifecycle.decide(asked)
         return as_json(explanation(prompt, decision, self.fleet, model=asked.model))
 

@@ -41,7 +41,7 @@ from warmroute_common.api_errors import (
     UpstreamFailedError,
     UpstreamTimeoutError,
 )
-from warmroute_common.http_server import error_body, holding, read_body, release_body
+from warmroute_common.http_server import BODIES, error_body, read_body, release_body
 
 _SHARE: Final = 0.2
 """Retries, as a share of the requests that wait for their answer to begin. If more are retries,
@@ -259,7 +259,7 @@ class Proxy:
             asked = replace(asked, session=grant.own_session(asked.session))
         if charge is not None:
             await charge.estimate(asked)
-        with holding(request, asked.parsed_bytes):
+        with request.app[BODIES].holding(asked.parsed_bytes):
             prompt_keys = await self._lifecycle.read(asked, record)
         if charge is not None:
             charge.take(prompt_keys.prompt_tokens, time.monotonic(), is_exact=record.is_exact)

@@ -1,6 +1,7 @@
 """The picker behind a real Envoy, as clients and replicas see the two."""
 
 import asyncio
+import io
 import json
 import ssl
 from dataclasses import replace
@@ -123,6 +124,22 @@ async def test_a_whole_answer_tells_of_the_request(
     record = await picker.record()
     assert (record.cached_tokens, record.output_tokens, record.outcome) == (8, 1, Outcome.OK)
     assert picker.in_flight() == 0
+
+
+@pytest.mark.parametrize("change", [as_it_is, by_parts])
+async def test_bodies_at_the_picker_have_a_bound(
+    gateway: Gateway, client: aiohttp.ClientSession, change: Any
+) -> None:
+    """Those under way count, and what is parsed of them."""
+    gateway.one.will(json_answer(CHAT_ANSWER))
+    picker, _ = await gateway.both(change, max_body_bytes=2_000_000, max_bodies_bytes=1_000_000)
+    for size, status in ((1_500_000, 503), (700_000, 503), (300_000, 200), (300_000, 200)):
+        body = io.BytesIO(json.dumps(chat("x" * size)).encode())
+        async with client.post(picker.url + CHAT, data=body) as answer:
+            assert answer.status == status, await answer.text()
+            if status == 503:
+                assert "max_bodies_bytes" in (await answer.json())["error"]["message"]
+    assert picker.picker._processor._bodies.held_bytes == 0
 
 
 async def test_an_answer_has_each_of_our_headers_once(
@@ -477,7 +494,7 @@ async def test_a_defect_leaves_no_text_of_the_request_in_the_log(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def quoting(*args: object) -> NoReturn:
+    def quoting(*args: object, **named: object) -> NoReturn:
         raise ValueError(f"it begins with {'my'} {'secret'}")  # the trace has this very line
 
     monkeypatch.setattr(Policy, "parse", quoting)
