@@ -147,7 +147,7 @@ class Limits:
     idle_s: float | None
     """For the next part of an answer; None for no limit."""
     replicas: int
-    """How many replicas a repeatable request may be sent to, one after another."""
+    """How many replicas a gateway may send a repeatable request to, one after another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +176,9 @@ class Policy:
             connect_s=config.timeouts.connect_s,
             first_byte_s=config.timeouts.first_byte_s,
             idle_s=config.timeouts.stream_idle_s,
-            replicas=config.retries + 1,
+            # A gateway does not tell a broken connection, after which one more replica is tried at
+            # most, from a refused one.
+            replicas=min(config.retries, 1) + 1,
         )
 
     def check(self, plane: Plane, method: str, path: str, headers: Mapping[str, str]) -> None:

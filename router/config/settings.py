@@ -516,7 +516,8 @@ class RouterConfig:
     further requests get 503."""
     retries: int = setting(2, at_least=0, at_most=100)
     """How many other replicas a request may try before its answer has begun. If no other replica
-    can take it, a replica that answered with ``Retry-After`` of at most 5 s is tried again."""
+    can take it, a replica that answered with ``Retry-After`` of at most 5 s is tried again. Behind
+    Envoy: one other at most."""
     model_aliases: dict[str, str] = setting(default_factory=dict, live=True)
     """Additional model names for clients, each with the name that replicas use."""
     passthrough: tuple[str, ...] = setting((), live=True)

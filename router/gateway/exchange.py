@@ -254,6 +254,8 @@ class Exchange:
         if self._ticket is None:
             return
         if (cause := RETRYABLE.get(status)) is not None:
+            if self._was_moved and cause is not Cause.BUSY:
+                cause = Cause.GATEWAY  # the answer may be the gateway's own
             self._lifecycle.failed(self._ticket, record, cause, f"answered {status}")
 
     async def _note_served(self, served: str | None) -> None:

@@ -39,7 +39,7 @@ _AT_FAULT: Final = frozenset(
 """Causes that count for a replica's breaker. CONNECT does not: health checks find a replica that
 refuses connections. HUNG does not: the replica only waits for its LMCache server. BUSY does not:
 the replica is well."""
-MAY_BE_REQUESTS: Final = frozenset({Cause.CUT, Cause.ERROR})
+MAY_BE_REQUESTS: Final = frozenset({Cause.CUT, Cause.ERROR, Cause.GATEWAY})
 """Causes that may lie in the request: a prompt that kills one engine kills the next one too.
 vLLM's server answers 500 when its engine has died."""
 _LONG_PROMPT_TOKENS: Final = 65_536

@@ -114,7 +114,7 @@ class Cause(StrEnum):
     SILENT = "silent"
     """The replica stopped answering health checks before it began to answer."""
     GATEWAY = "gateway"
-    """The gateway tried another replica, and does not say why."""
+    """The gateway tried another replica, or has tried another one before, and does not say why."""
     TIMEOUT = "timeout"
     """No first byte within ``timeouts.first_byte_s``, or the replica computes nothing."""
     ABSENT = "absent"
