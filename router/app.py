@@ -56,7 +56,13 @@ from router.ui.page import FILES, Page
 from router.ui.recent import Recent
 from warmroute_common.addresses import is_loopback
 from warmroute_common.fleet_secret import FleetSecret
-from warmroute_common.http_server import BODIES, Bodies, announce_leaving, errors_answered
+from warmroute_common.http_server import (
+    BODIES,
+    Bodies,
+    announce_leaving,
+    errors_answered,
+    expect_later,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +167,7 @@ def make_parts(
         prompts=prompts,
         stager=stager,
         records=records,
-        failures=health,
+        health=health,
         locator=lmcache,
     )
     reload = Reload(
@@ -403,11 +409,11 @@ def _add_forwarded_routes(app: web.Application) -> None:
         return await proxied(request)
 
     for path in sorted(PROMPTED):
-        app.router.add_post(path, proxied)
+        app.router.add_post(path, proxied, expect_handler=expect_later)
     _own(app, "/v1/models", lambda parts: parts.api.models, "GET", "HEAD")
     _own(app, "/v1/models/{model:.+}", lambda parts: parts.api.model, "GET", "HEAD")
     for method in METHODS:
-        app.router.add_route(method, "/{path:.*}", passed)
+        app.router.add_route(method, "/{path:.*}", passed, expect_handler=expect_later)
 
 
 def _add_own_routes(app: web.Application) -> None:
@@ -430,4 +436,4 @@ def _own(
             raise web.HTTPMethodNotAllowed(request.method, methods)
         return await handler(request.app[PARTS])(request)
 
-    app.router.add_route("*", path, answered)
+    app.router.add_route("*", path, answered, expect_handler=expect_later)

@@ -9,8 +9,10 @@ clients, their models and their rates are in `router.api.access`.
 This module does no I/O and reads no clock.
 """
 
+import hmac
 import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf, nan
@@ -20,7 +22,13 @@ from urllib.parse import quote
 import xxhash
 
 from router.config.settings import RouterConfig
-from router.prompt.request_body import parsed_bytes, prompt_fields, short_members, with_model
+from router.prompt.request_body import (
+    parsed_bytes,
+    prompt_fields,
+    short_members,
+    with_members,
+    with_new_member,
+)
 from warmroute_common.addresses import is_loopback
 from warmroute_common.api_errors import BadRequestError, NotFoundError, NotSupportedError
 from warmroute_common.config_reader import ConfigLocation
@@ -46,6 +54,14 @@ _STATELESS: Final = frozenset(
     }
 )
 """Endpoints that store nothing: another replica may be asked after one has begun."""
+_SALTED: Final = frozenset(
+    {
+        *("/classify", "/cohere/v2/chat", "/generative_scoring", "/inference/v1/generate"),
+        *("/invocations", "/pooling", "/rerank", "/score", "/v1/chat/completions/batch"),
+        *("/v1/rerank", "/v1/score", "/v2/embed", "/v2/rerank"),
+    }
+)
+"""Endpoints of vLLM, besides `PROMPTED`, that compute KV for JSON bodies."""
 _FORWARDED: Final = (
     *("/v1/*", "/v2/*", "/cohere/v2/chat", "/invocations", "/ping", "/tokenizer_info", "/version"),
     *_STATELESS,
@@ -64,6 +80,7 @@ _NEEDLESS_ESCAPE: Final = r"%(?:2[dDeE]|3\d|[46][1-9a-fA-F]|[57][\daA]|5[fF]|7[e
 
 _SESSION_FIELDS: Final = ("prompt_cache_key", "session_id", "user")
 _LONGEST_SESSION: Final = 128
+_OUTPUT_FIELDS: Final = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 
 _JSON_OBJECT: Final = re.compile(rb"\s*\{")
 _URLENCODED: Final = "application/x-www-form-urlencoded"
@@ -101,12 +118,14 @@ class ParsedRequest:
     session: str | None
     streamed: bool = False
     """Whether the client wants a streamed answer."""
+    output_tokens: int = 0
+    """How long the answer may become, if the client says that."""
     max_wait_s: float = inf
     """How long the router may hold the request, as the client asked."""
     has_prompt: bool = True
+    """Whether there is a prompt to match."""
     is_form: bool = False
     """Whether the body is a form, which mostly holds audio or an image."""
-    """Whether there is a prompt to match."""
     ids: tuple[str, ...] = ()
     """Ids of stored responses, files and such in the request. Only the replica that stores one of
     them can answer."""
@@ -131,7 +150,7 @@ class Limits:
     idle_s: float | None
     """For the next part of an answer; None for no limit."""
     replicas: int
-    """How many replicas a repeatable request may be sent to, one after another."""
+    """How many replicas a gateway may send a repeatable request to, one after another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +179,9 @@ class Policy:
             connect_s=config.timeouts.connect_s,
             first_byte_s=config.timeouts.first_byte_s,
             idle_s=config.timeouts.stream_idle_s,
-            replicas=config.retries + 1,
+            # A gateway does not tell a broken connection, after which one more replica is tried at
+            # most, from a refused one.
+            replicas=min(config.retries, 1) + 1,
         )
 
     def check(self, plane: Plane, method: str, path: str, headers: Mapping[str, str]) -> None:
@@ -179,20 +200,29 @@ class Policy:
             raise NotSupportedError(f"WebSockets are not supported; {path} was asked for one")
 
     def parse(
-        self, plane: Plane, method: str, path: str, headers: Mapping[str, str], body: bytes
+        self,
+        plane: Plane,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes,
+        *,
+        salt_key: bytes | None = None,
     ) -> ParsedRequest:
         """Return what routing needs of a request; raise `BadRequestError`.
 
         Endpoints with a prompt are checked here. Other bodies are the replica's to check. ``path``
         is decoded; ``headers`` is looked up by names in lower case. Aliases are replaced by the
-        proxy only: a gateway has the body.
+        proxy only: a gateway has the body. With a ``salt_key``, the prompt's ``cache_salt`` is
+        replaced by one that only this key's requests have.
         """
         aliases = self.aliases if plane is Plane.PROXY else {}
         session = headers.get(self._session_header.lower())
         if has_prompt(method, path):
-            return _prompted(path, headers, body, session, aliases)
+            return _prompted(path, headers, body, session, aliases, salt_key=salt_key)
         content_type = headers.get("content-type", "")
-        fields, model, body = _model_of(content_type, body, aliases)
+        salt_key = salt_key if method == "POST" and path in _SALTED else None
+        fields, model, body = _model_of(content_type, body, aliases, salt_key)
         return ParsedRequest(
             endpoint=path,
             body=body,
@@ -300,12 +330,26 @@ def _prompted(
     body: bytes,
     session: str | None,
     aliases: Mapping[str, str],
+    *,
+    salt_key: bytes | None,
 ) -> ParsedRequest:
     size_bytes = parsed_bytes(body)
     fields = prompt_fields(body)
     model = _text(fields, "model")
+    changed: dict[str, str] = {}
     if model is not None and model in aliases:
-        body = with_model(body, model := aliases[model])
+        changed["model"] = model = aliases[model]
+    given = fields.get("cache_salt")
+    # What cannot be a salt is not replaced, but refused.
+    if salt_key is not None and (given is None or (isinstance(given, str) and given)):
+        salt = _own_salt(salt_key, given)
+        if "cache_salt" in fields:
+            changed["cache_salt"] = salt
+        else:
+            body = with_new_member(body, "cache_salt", salt)
+        fields["cache_salt"] = salt
+    if changed:
+        body = with_members(body, changed)
     before = _text(fields, "previous_response_id") if path == "/v1/responses" else None
     return ParsedRequest(
         endpoint=path,
@@ -315,15 +359,23 @@ def _prompted(
         model=model,
         streamed=fields.get("stream") is True,
         session=_session(fields, session),
+        output_tokens=_output_tokens(fields),
         ids=() if before is None else (before,),
         max_wait_s=_max_wait_s(headers.get(MAX_WAIT_HEADER)),
     )
 
 
+def _own_salt(salt_key: bytes, given: str | None) -> str:
+    """Return a salt that nobody without the key can make, for a client's own salt or none."""
+    # A prefix keeps a client's salt "" apart from none, should vLLM ever take it.
+    text = "" if given is None else f"/{given}"
+    return hmac.digest(salt_key, text.encode(errors="surrogatepass"), "sha256").hex()
+
+
 def _model_of(
-    content_type: str, body: bytes, aliases: Mapping[str, str]
+    content_type: str, body: bytes, aliases: Mapping[str, str], salt_key: bytes | None
 ) -> tuple[Mapping[str, object], str | None, bytes]:
-    """Return a body's short JSON fields, its model, and the body with an alias replaced."""
+    """Return a body's short JSON fields, its model, and the body with alias and salt replaced."""
     if _is_multipart(content_type):
         model, body = _form_model(content_type, body, aliases)
         return {}, model, body
@@ -334,8 +386,15 @@ def _model_of(
     fields = short_members(body)
     named = fields.get("model")
     model = named if isinstance(named, str) else None
+    changed: dict[str, str] = {}
     if model is not None and model in aliases:
-        body = with_model(body, model := aliases[model])
+        changed["model"] = model = aliases[model]
+    if salt_key is not None:
+        given = fields.get("cache_salt")
+        changed["cache_salt"] = _own_salt(salt_key, given if isinstance(given, str) else None)
+    if changed:
+        with suppress(BadRequestError):  # the replica refuses it
+            body = with_members(body, changed)
     return fields, model, body
 
 
@@ -461,6 +520,12 @@ def _text(fields: Mapping[str, Any], name: str) -> str | None:
             f"'{name}' must be a string, not {_json_type(value)}", param=name, code="invalid_type"
         )
     return value
+
+
+def _output_tokens(fields: Mapping[str, Any]) -> int:
+    """Return how long the answer may become; 0 if the body does not say that, or wrongly."""
+    given = next((fields[each] for each in _OUTPUT_FIELDS if fields.get(each) is not None), 0)
+    return given if isinstance(given, int) and given > 0 else 0
 
 
 def _session(fields: Mapping[str, Any], named: str | None) -> str | None:

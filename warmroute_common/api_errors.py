@@ -157,6 +157,13 @@ class ConflictError(ApiError):
     default_code = "conflict"
 
 
+class ExpectationFailedError(ApiError):
+    """The request's header ``Expect`` asks for something unknown (417)."""
+
+    status = 417
+    default_code = "expectation_failed"
+
+
 class TooLargeError(ApiError):
     """The body is over the configured limit (413)."""
 

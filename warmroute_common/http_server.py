@@ -9,7 +9,7 @@ import asyncio
 import logging
 import socket
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,12 +18,13 @@ from typing import Any, Final
 
 import orjson
 from aiohttp import hdrs, web
-from aiohttp.http import RawRequestMessage
+from aiohttp.http import HttpVersion11, RawRequestMessage
 from aiohttp.typedefs import Handler
 
 from warmroute_common.api_errors import (
     ApiError,
     BadRequestError,
+    ExpectationFailedError,
     MethodNotAllowedError,
     NotFoundError,
     OverloadedError,
@@ -147,10 +148,34 @@ class Bodies:
     """The setting for ``limit_bytes``."""
     held_bytes: int = 0
 
+    def hold(self, size_bytes: int) -> None:
+        """Count memory until `release`; raise `OverloadedError` where there is not enough."""
+        if self.held_bytes + size_bytes > self.limit_bytes:
+            raise OverloadedError(
+                f"the memory for request bodies is full ({self.all_hint}); send the request again "
+                "later"
+            )
+        self.held_bytes += size_bytes
+
+    def release(self, size_bytes: int) -> None:
+        """Stop counting memory."""
+        self.held_bytes -= size_bytes
+
+    @contextmanager
+    def holding(self, size_bytes: int) -> Iterator[None]:
+        """Count memory for the block; raise `OverloadedError`."""
+        self.hold(size_bytes)
+        try:
+            yield
+        finally:
+            self.release(size_bytes)
+
 
 BODIES: Final = web.AppKey("bodies", Bodies)
 """Required in every application whose handlers call `read_body`."""
 _HELD_BYTES: Final = web.RequestKey("held_bytes", int)
+_EXPECTS_CONTINUE: Final = web.RequestKey("expects_continue", bool)
+_SHOWN_CHARS: Final = 100
 
 
 async def read_body(request: web.Request) -> bytes:
@@ -163,6 +188,7 @@ async def read_body(request: web.Request) -> bytes:
     announced, limit_bytes = request.content_length, request.client_max_size
     if announced is not None and announced > limit_bytes:
         raise _too_large(bodies, limit_bytes, f"{announced} bytes were announced")
+    await _continue(request)
     # Most bodies have arrived with their headers, and a timer is the largest cost here.
     has_arrived = request.content.is_eof()
     try:
@@ -181,20 +207,41 @@ async def read_body(request: web.Request) -> bytes:
 def release_body(request: web.Request) -> None:
     """Stop counting a request's body as held. Idempotent; also where none was read."""
     if held_bytes := request.pop(_HELD_BYTES, 0):
-        request.app[BODIES].held_bytes -= held_bytes
+        request.app[BODIES].release(held_bytes)
 
 
-@contextmanager
-def holding(request: web.Request, size_bytes: int) -> Iterator[None]:
-    """Count memory for what was parsed of a body, for the block; raise `OverloadedError`."""
-    bodies = request.app[BODIES]
-    if bodies.held_bytes + size_bytes > bodies.limit_bytes:
-        raise _full(bodies)
-    bodies.held_bytes += size_bytes
-    try:
-        yield
-    finally:
-        bodies.held_bytes -= size_bytes
+async def expect_later(request: web.Request) -> web.StreamResponse | None:
+    """Refuse an unknown ``Expect``; note ``100-continue`` for `read_body`.
+
+    For each route as its ``expect_handler``: aiohttp's own one asks for the body before the client
+    has been admitted.
+    """
+    if request.version < HttpVersion11:
+        return None
+    expected = request.headers[hdrs.EXPECT]
+    if expected.lower() == "100-continue":
+        request[_EXPECTS_CONTINUE] = True
+        return None
+    error = ExpectationFailedError(
+        f"the header 'Expect: {expected[:_SHOWN_CHARS]}' is not known; only 100-continue is"
+    )
+    return ROUTER_ERRORS.response(request.path, error)
+
+
+def expecting_later(routes: Iterable[web.RouteDef]) -> list[web.RouteDef]:
+    """Return routes with `expect_later`."""
+    return [
+        web.RouteDef(each.method, each.path, each.handler, {"expect_handler": expect_later})
+        for each in routes
+    ]
+
+
+async def _continue(request: web.Request) -> None:
+    """Ask for the body, if the client waits for that."""
+    if request.pop(_EXPECTS_CONTINUE, False) and not request.content.is_eof():
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # the answer has not begun
+        await request.writer.drain()
 
 
 async def _read(request: web.Request, bodies: Bodies, limit_bytes: int, wakes: "_Wakes") -> bytes:
@@ -204,19 +251,11 @@ async def _read(request: web.Request, bodies: Bodies, limit_bytes: int, wakes: "
         size += len(chunk)
         if size > limit_bytes:
             raise _too_large(bodies, limit_bytes, "more was sent")
-        if bodies.held_bytes + len(chunk) > bodies.limit_bytes:
-            raise _full(bodies)
-        bodies.held_bytes += len(chunk)
+        bodies.hold(len(chunk))
         request[_HELD_BYTES] = size
         chunks.append(chunk)
         wakes.received(size)
     return b"".join(chunks)
-
-
-def _full(bodies: Bodies) -> OverloadedError:
-    return OverloadedError(
-        f"the memory for request bodies is full ({bodies.all_hint}); send the request again later"
-    )
 
 
 def _too_large(bodies: Bodies, limit_bytes: int, what: str) -> TooLargeError:

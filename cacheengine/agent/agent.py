@@ -31,7 +31,7 @@ from warmroute_common import agent_protocol as wire
 from warmroute_common.addresses import join_host_port, without_password
 from warmroute_common.api_errors import ForbiddenError, UnauthorizedError
 from warmroute_common.fleet_secret import HOW_TO_SET, FleetSecret, may_be_of_a_page
-from warmroute_common.http_server import BODIES, Site
+from warmroute_common.http_server import BODIES, Site, expecting_later
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -161,7 +161,7 @@ class Agent:
                 *(self._engine, self._identity, move_jobs, self._meter, self._versions),
                 self._tokenizer,
             )
-            app.add_routes(handlers.routes())
+            app.add_routes(expecting_later(handlers.routes()))
             runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
             await runner.setup()
             undo.push_async_callback(runner.cleanup)

@@ -105,14 +105,19 @@ class TokenBucket:
 class Grant:
     """What one client key allows. ``refused`` counts refusals by key name and cause."""
 
-    def __init__(self, key: KeyConfig, refused: Counter[tuple[str, str]]) -> None:
+    def __init__(
+        self, key: KeyConfig, refused: Counter[tuple[str, str]], *, owns_cache: bool = False
+    ) -> None:
+        """``owns_cache``: the key shares no cached KV with others."""
         self._refused = refused
         self._buckets: dict[str, TokenBucket] = {}
-        self.change(key)
+        self.change(key, owns_cache=owns_cache)
 
-    def change(self, key: KeyConfig) -> None:
+    def change(self, key: KeyConfig, *, owns_cache: bool = False) -> None:
         """Apply a key's new settings; the bucket of an unchanged rate keeps its level."""
         self.name = key.name
+        self.salt_key = key.sha256.encode() if owns_cache else None
+        """The secret of which `Policy.parse` makes salts; None: clients' own salts count."""
         self._scope = quote(key.name, safe="")
         self._models = None if key.models is None else frozenset(key.models)
         before = self._buckets
@@ -223,12 +228,13 @@ class Access:
     def change(self, config: AccessConfig) -> None:
         """Use other keys from now on; requests that were admitted continue."""
         before, self._grants = self._grants, {}
+        owns_cache = config.cache == "per-key"
         for each in config.keys:
             grant = before.get(each.sha256)
             if grant is None:
-                grant = Grant(each, self.refused)
+                grant = Grant(each, self.refused, owns_cache=owns_cache)
             else:
-                grant.change(each)
+                grant.change(each, owns_cache=owns_cache)
             self._grants[each.sha256] = grant
         self._admins = frozenset(config.admin_sha256)
         self._are_admins = self._admins | self._local

@@ -22,7 +22,7 @@ from router.policy import PROMPTED, Plane
 from router.proxy.lifecycle import RequestLifecycle
 from router.record.metrics import CONTENT_TYPE, Metrics
 from warmroute_common.api_errors import BadRequestError, NoReplicaError, UnknownModelError
-from warmroute_common.http_server import LEAVING, as_json, holding, read_body
+from warmroute_common.http_server import BODIES, LEAVING, as_json, read_body
 
 _ASKED_AS_CLIENT: Final = 8
 """Replicas that one client's question for models becomes questions to."""
@@ -45,6 +45,8 @@ class OwnEndpoints:
     async def models(self, request: web.Request) -> web.Response:
         """``GET /v1/models``: what the replicas that are up serve, each model once, and aliases.
 
+        Of several entries of a model the one with the longest context counts.
+
         It is what health checks have found: no replica is asked.
         """
         return as_json({"object": "list", "data": await self._merged_models(request)})
@@ -52,6 +54,7 @@ class OwnEndpoints:
     async def model(self, request: web.Request) -> web.Response:
         """``GET /v1/models/{id}``."""
         name = request.match_info["model"]
+        await self.lifecycle.look_for(self.fleet.aliases.get(name, name))
         merged = {str(each["id"]): each for each in await self._merged_models(request)}
         if name not in merged:
             raise UnknownModelError(name, merged)
@@ -107,7 +110,7 @@ class OwnEndpoints:
         endpoint = _endpoint(named, asked.fields)
         if endpoint != asked.endpoint:
             asked = await parse(endpoint, request.headers, body)
-        with holding(request, asked.parsed_bytes):
+        with request.app[BODIES].holding(asked.parsed_bytes):
             prompt, decision = await self.lifecycle.decide(asked)
         return as_json(explanation(prompt, decision, self.fleet, model=asked.model))
 
@@ -124,7 +127,9 @@ class OwnEndpoints:
         for answer in answers:
             for each in answer:
                 if grant is None or grant.allows(str(each["id"])):
-                    merged.setdefault(each["id"], each)
+                    known = merged.setdefault(each["id"], each)
+                    if _context(each) > _context(known):  # such prompts go where they fit
+                        merged[each["id"]] = each
         for alias, real in self.fleet.aliases.items():
             if real in merged:
                 merged[alias] = {**merged[real], "id": alias}
@@ -141,6 +146,11 @@ class OwnEndpoints:
             if each.config.api_key is None
         )
         return [each for each in await asyncio.gather(*asked) if each]
+
+
+def _context(model: Mapping[str, object]) -> int:
+    length = model.get("max_model_len")
+    return length if isinstance(length, int) else 0
 
 
 def _endpoint(named: str | None, fields: Mapping[str, Any]) -> str:

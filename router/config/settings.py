@@ -206,7 +206,8 @@ class SessionConfig:
     """Request header that names a session. Without it, the body's ``prompt_cache_key``,
     ``session_id`` or ``user`` names the session."""
     max_sessions: int = setting(100_000, at_least=1)
-    """Sessions remembered. Beyond that the least recently used ones are forgotten."""
+    """Sessions remembered. Beyond that the least recently used ones are forgotten, of the key that
+    has most."""
     ttl_s: float = setting(3600.0, above=0)
     """How long a session is remembered after its last request."""
 
@@ -274,7 +275,9 @@ class TimeoutsConfig:
     """For connecting to a replica."""
     first_byte_s: float | None = setting(None, above=0)
     """From sending a request to the first byte of the answer. Unlimited by default, because a long
-    prompt on a busy replica can take minutes."""
+    prompt on a busy replica can take minutes. Without it, a request waits until its replica has
+    computed nothing for 30 s although a request there takes 10 times as long as predicted (at least
+    60 s)."""
     stream_idle_s: float | None = setting(300.0, above=0)
     """How long an answer that has begun may make no progress, because the replica sends nothing or
     the client reads nothing. Then it is ended. ``null``: no limit."""
@@ -354,6 +357,11 @@ class AccessConfig:
     names; commands on the same machine do so."""
     metrics: Literal["admin", "open"] = "admin"
     """``open``: ``/metrics`` needs no key."""
+    cache: Literal["shared", "per-key"] = "shared"
+    """``per-key``: clients with different keys share no cached KV, not even of equal system
+    prompts. The router sets the ``cache_salt`` of each prompt, made from the key's SHA-256 and the
+    client's own salt, if it sends one. For vLLM; not for paths of ``passthrough``, nor for forms
+    (audio, images). KV in LMCache 0.5 is not matched then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -532,7 +540,8 @@ class RouterConfig:
     further requests get 503."""
     retries: int = setting(2, at_least=0, at_most=100)
     """How many other replicas a request may try before its answer has begun. If no other replica
-    can take it, a replica that answered with ``Retry-After`` of at most 5 s is tried again."""
+    can take it, a replica that answered with ``Retry-After`` of at most 5 s is tried again. Behind
+    Envoy: one other at most."""
     model_aliases: dict[str, str] = setting(default_factory=dict, live=True)
     """Additional model names for clients, each with the name that replicas use."""
     passthrough: tuple[str, ...] = setting((), live=True)

@@ -25,6 +25,7 @@ from router.doctor.replica_checks import (
     hash_in_words,
 )
 from router.feeds.feeds import KvFeed
+from router.feeds.health_monitor import served_models
 from router.fleet.fleet import Fleet
 from router.prompt.prompt_reader import PromptSource
 from warmroute_common.addresses import is_loopback, join_host_port, reachable
@@ -159,6 +160,7 @@ def check_fleet(config: RouterConfig, replicas: Sequence[Examined], section: Sec
         section.problem("up", "no replica answers: every request is refused with 503")
         return
     _check_models(config.model_aliases, seen, section)
+    _check_contexts(seen, section)
     _check_versions(seen, section)
     _check_agents(seen, section)
     _check_stock_hashes(seen, section)
@@ -183,6 +185,19 @@ def _check_models(aliases: Mapping[str, str], seen: Sequence[Examined], section:
         elif alias in served:
             found = f"model_aliases: '{alias}' stands for '{real}', and hides a model of that name"
             section.note("alias", found)
+
+
+def _check_contexts(seen: Sequence[Examined], section: Section) -> None:
+    lengths = _groups(
+        (each.id, (each.max_model_len, one.name))
+        for one in seen
+        for each in served_models(one.entries or [])
+        if each.max_model_len is not None
+    )
+    for model, told in lengths.items():
+        if len(contexts := _groups(told)) > 1:
+            found = f"contexts of '{model}' differ in tokens: {_described(contexts)}"
+            section.note("context", f"{found}; long prompts go only to replicas that take them")
 
 
 def _check_versions(seen: Sequence[Examined], section: Section) -> None:

@@ -3,8 +3,9 @@
 A probe whose connection is refused means that a replica is down; a request's only causes a probe. A
 probe without an answer, or whose host name cannot be resolved, counts only when three follow each
 other. A router without file descriptors or memory finds nothing out. Replicas that are down are
-still probed, and the first good answer brings them back. What they serve and how they tokenize is
-asked after that, in a task of its own.
+still probed, and the first good answer brings them back. A replica that sleeps, is paused or is
+stuck answers ``/health``, and is down all the same. What replicas serve and how they tokenize is
+asked when they are up, in a task of its own.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
+from types import MappingProxyType
 from typing import Final
 
 import aiohttp
@@ -24,7 +26,7 @@ from router.config.settings import ReplicaConfig, RouterConfig
 from router.fleet.cost_model import CostPart
 from router.fleet.counter_speeds import CounterSpeeds, SpeedCounters
 from router.fleet.fleet import Fleet
-from router.fleet.replica import Replica
+from router.fleet.replica import Replica, Stall
 from router.prompt.prompt_reader import PromptSource, ServedModel
 from router.prompt.tokenizer_store import TokenizerAgent
 from router.record.records import Cause
@@ -38,6 +40,21 @@ _CACHE_CONFIG: Final = "vllm:cache_config_info"
 """vLLM's gauge whose labels are its cache's settings; one for each engine of a replica."""
 
 _LOAD: Final = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+_STANDSTILLS: Final = MappingProxyType(
+    {
+        "/is_sleeping": "it sleeps (/is_sleeping); POST /wake_up there wakes it",
+        "/is_paused": "it is paused (/is_paused); POST /resume there ends that",
+    }
+)
+"""Where vLLM says that it computes nothing (with VLLM_SERVER_DEV_MODE, without which it cannot be
+told to sleep), and what that means."""
+_SLEEP_STATE: Final = "vllm:engine_sleep_state{"
+_COMPUTED: Final = (
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "vllm:kv_cache_usage_perc",
+)
+"""Metrics of vLLM one of which changes with each of its steps."""
 _LEAST_TOKENS: Final = 2048
 """Fewer tokens, prefilled or loaded, say little about the speed."""
 
@@ -134,6 +151,16 @@ def load(metrics: str) -> tuple[int, int]:
     return running, waiting
 
 
+def sleeps(metrics: str) -> bool:
+    """Whether vLLM's gauge says that one of the replica's engines sleeps."""
+    return any(
+        each.startswith(_SLEEP_STATE)
+        and 'sleep_state="awake"' in each
+        and each.endswith((" 0", " 0.0"))
+        for each in metrics.splitlines()
+    )
+
+
 def kv_capacity(metrics: str) -> int | None:
     """Return the tokens of KV from Prometheus' text format; None if vLLM's gauge is not in it.
 
@@ -194,8 +221,30 @@ _LEARN_S: Final = 120.0
 """To get a tokenizer from an agent takes seconds; each call has limits of its own."""
 _MODELS_EVERY_PROBES: Final = 15
 """Between two questions for what a replica serves and holds."""
+_STUCK_S: Final = 30.0
+"""A replica with overdue requests that has computed nothing for this long is stuck."""
+_LOOK_S: Final = 1.0
+_ASKED_PER_S: Final = 50.0
+_ASKED_AT_ONCE: Final = 16
+"""Looks for unknown models: the pause between two, in addition to a time per replica; and how many
+replicas are asked at the same time."""
 _EXHAUSTED_EVERY_S: Final = 60.0
 """Between two log lines about probes for which the router has no resources."""
+
+
+@dataclass
+class _Standstill:
+    """What a replica that answers health checks says about whether it computes."""
+
+    hidden: set[str] = field(default_factory=set)
+    """Those of `_STANDSTILLS` that it does not have."""
+    says: dict[str, bool] = field(default_factory=dict)
+    """What it said last at the others, and by its gauge of sleep."""
+    computed: str = ""
+    """`_COMPUTED` as they were last; empty if there was no reason to look, or it has none."""
+    since_s: float = 0.0
+    """When they were found to have changed."""
+    is_stuck: bool = False
 
 
 @dataclass
@@ -214,6 +263,7 @@ class _Watched:
     is_learned: bool = False
     """Whether that was done since it came up."""
     speeds: CounterSpeeds = field(default_factory=CounterSpeeds)
+    standstill: _Standstill = field(default_factory=_Standstill)
 
     @property
     def config(self) -> ReplicaConfig:
@@ -248,6 +298,9 @@ class HealthMonitor:
         self._session = session
         self._ending: set[asyncio.Task[None]] = set()
         self._exhausted_s = -inf
+        self._look: asyncio.Task[None] | None = None
+        """The last look at all models, which may be under way."""
+        self._next_look_s = -inf
 
     async def start(self) -> None:
         """Begin to probe; return once every replica was probed, or after a second without.
@@ -262,6 +315,7 @@ class HealthMonitor:
     async def stop(self) -> None:
         """End the probing."""
         tasks = [task for each in self._watched.values() for task in (each.task, each.learning)]
+        tasks.append(self._look)
         await end_all([*self._ending, *(each for each in tasks if each is not None)])
 
     def joined(self, replica: Replica) -> asyncio.Event:
@@ -292,7 +346,37 @@ class HealthMonitor:
     def suspect(self, replica_id: str, cause: Cause) -> None:
         """A request failed there: probe the replica now. The probe decides whether it is up."""
         if (replica := self._fleet.replicas.find(replica_id)) is not None:
+            if cause is Cause.NO_MODEL and (watched := self._watched.get(replica)) is not None:
+                watched.is_learned = False
             self.look_again(replica)
+
+    async def look_for_model(self) -> None:
+        """Ask the replicas that are up for their models, unless they were asked just now.
+
+        Requests for unknown models come here: all share one look, each waits for it for
+        ``health_timeout_s`` at most, and there is a pause between two looks.
+        """
+        if self._look is None or (self._look.done() and time.monotonic() >= self._next_look_s):
+            self._look = asyncio.create_task(self._look_for_models())
+        await asyncio.wait([self._look], timeout=self._timeouts.health_timeout_s)
+
+    async def _look_for_models(self) -> None:
+        up = [each for each in self._watched.values() if each.up]
+        turns = asyncio.Semaphore(_ASKED_AT_ONCE)
+
+        async def look(watched: _Watched) -> None:
+            async with turns:
+                before = watched.replica.models
+                await self._ask_models(watched)
+            if watched.replica.models != before:
+                # Its tokenizer may be another's.
+                watched.is_learned = False
+                watched.wake.set()
+
+        try:
+            await asyncio.gather(*(look(each) for each in up))
+        finally:
+            self._next_look_s = time.monotonic() + _LOOK_S + len(up) / _ASKED_PER_S
 
     async def _watch(self, watched: _Watched) -> None:
         while True:
@@ -313,10 +397,8 @@ class HealthMonitor:
             if watched.replica.heard_s > began_s:
                 return  # it is busy, and alive: part of an answer or a KV event has come
             timeout_s = self._timeouts.health_timeout_s
-            self._no_answer(watched, f"/health does not answer within {timeout_s:g} s")
-            if watched.silent_probes == _SILENT_PROBES:
-                watched.replica.is_silent = True
-                self._changed()
+            problem = f"/health does not answer within {timeout_s:g} s"
+            self._no_answer(watched, problem, Stall.SILENT)
             return
         except (aiohttp.ClientError, OSError) as error:
             problem = connection_problem(error, config.url)
@@ -329,10 +411,12 @@ class HealthMonitor:
                 self._set_down(watched, problem)
             return
         watched.silent_probes = 0
-        if problem is None:
-            await self._set_up(watched)
-        else:
+        if problem is not None:
             self._set_down(watched, problem)
+        elif (standstill := await self._standstill(watched)) is not None:
+            self._set_down(watched, *standstill)
+        else:
+            await self._set_up(watched)
 
     async def _set_up(self, watched: _Watched) -> None:
         config = watched.config
@@ -354,9 +438,11 @@ class HealthMonitor:
         if self._asks_load:
             await self._ask_load(watched.replica)
 
-    def _no_answer(self, watched: _Watched, problem: str) -> None:
+    def _no_answer(self, watched: _Watched, problem: str, stall: Stall | None = None) -> None:
         watched.silent_probes += 1
-        if watched.up is None or watched.silent_probes >= _SILENT_PROBES:
+        if watched.silent_probes >= _SILENT_PROBES:
+            self._set_down(watched, problem, stall)
+        elif watched.up is None:
             self._set_down(watched, problem)
 
     def _log_exhausted(self, problem: str) -> None:
@@ -364,14 +450,17 @@ class HealthMonitor:
             self._exhausted_s = time.monotonic()
             log.warning("the router has no resources to probe replicas: %s", problem)
 
-    def _set_down(self, watched: _Watched, reason: str) -> None:
-        config = watched.config
+    def _set_down(self, watched: _Watched, reason: str, stall: Stall | None = None) -> None:
+        config, replica = watched.config, watched.replica
+        if stall not in (Stall.ASLEEP, Stall.STUCK):
+            watched.standstill = _Standstill()  # it may restart
+        was_stalled, replica.stall = replica.stall, stall
         was_up, watched.up, watched.is_learned = watched.up, False, False
         if was_up is not False:
             log.warning("%s (%s) is down: %s", config.name, config.url, reason)
             self._prompts.compare_again(config.url)  # what comes up may be another
-        self._fleet.down(watched.replica.id, reason)
-        if was_up is not False:
+        self._fleet.down(replica.id, reason)
+        if was_up is not False or stall is not was_stalled:
             self._changed()
 
     async def _problem(self, config: ReplicaConfig) -> str | None:
@@ -386,6 +475,71 @@ class HealthMonitor:
         ) as response:
             return None if response.status < 500 else f"/health answers {response.status}"
 
+    async def _standstill(self, watched: _Watched) -> tuple[str, Stall] | None:
+        """Return why a replica that answers health checks computes nothing; None if it may."""
+        standstill = watched.standstill
+        await asyncio.gather(
+            *(
+                self._ask_standstill(watched, each)
+                for each in _STANDSTILLS.keys() - standstill.hidden
+            )
+        )
+        if standstill.says.get(_SLEEP_STATE):
+            await self._ask_metrics(watched)  # to see whether it still does
+        for path, why in (*_STANDSTILLS.items(), (_SLEEP_STATE, "it sleeps (engine_sleep_state)")):
+            if standstill.says.get(path):
+                return why, Stall.ASLEEP
+        await self._look_at_work(watched)
+        if not standstill.is_stuck:
+            return None
+        idle_s = time.monotonic() - standstill.since_s
+        return (
+            f"it answers /health, but computes nothing (for {idle_s:.0f} s) while requests wait",
+            Stall.STUCK,
+        )
+
+    async def _ask_standstill(self, watched: _Watched, path: str) -> None:
+        """Note what a replica says at a path; if it does not answer, what it said last counts."""
+        config = watched.config
+        try:
+            async with self._session.get(
+                f"{config.url}{path}",
+                headers=authorization(config),
+                timeout=aiohttp.ClientTimeout(total=self._timeouts.health_timeout_s),
+            ) as response:
+                if 400 <= response.status < 500:
+                    watched.standstill.hidden.add(path)
+                elif response.status == 200:
+                    answer = orjson.loads(await response.read())
+                    is_so = isinstance(answer, dict) and answer.get(path[1:]) is True
+                    watched.standstill.says[path] = is_so
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            log.debug("%s does not answer at %s: %s", config.name, path, describe(error))
+
+    async def _look_at_work(self, watched: _Watched) -> None:
+        """Note whether a replica with overdue requests has computed something.
+
+        A stuck one is tried again when it has, or if it is idle: after a while without requests.
+        """
+        standstill, now_s = watched.standstill, time.monotonic()
+        if not (watched.replica.is_overdue or standstill.is_stuck):
+            standstill.computed = ""
+            return
+        timeout_s = self._timeouts.health_timeout_s
+        answer = await fetch(self._session, watched.config, "/metrics", timeout_s=timeout_s)
+        metrics = (answer or b"").decode(errors="replace")
+        lines = (each for each in metrics.splitlines() if each.startswith(_COMPUTED))
+        computed = "\n".join(lines)
+        since_s = now_s - standstill.since_s
+        if not computed or computed != standstill.computed:
+            standstill.computed, standstill.since_s = computed, now_s
+            standstill.is_stuck = False
+        elif standstill.is_stuck:
+            if since_s >= 2 * _STUCK_S and load(metrics) == (0, 0):
+                standstill.is_stuck, standstill.computed = False, ""
+        else:
+            standstill.is_stuck = since_s >= _STUCK_S
+
     async def _ask_models(self, watched: _Watched) -> list[ServedModel] | None:
         """Note what a replica serves; return None if it does not tell."""
         replica = watched.replica
@@ -397,7 +551,8 @@ class HealthMonitor:
         served = served_models(entries)
         models = {each.id: each.adapter_path for each in served}
         roots = {each.root for each in served if each.adapter_path is None}
-        self._fleet.set_models(replica.id, models, roots)
+        contexts = {each.id: each.max_model_len for each in served if each.max_model_len}
+        self._fleet.set_models(replica.id, models, roots, contexts)
         return served
 
     async def _learn(self, watched: _Watched, served: list[ServedModel] | None) -> None:
@@ -442,6 +597,10 @@ class HealthMonitor:
         text = metrics.decode(errors="replace")
         self._note_speeds(watched, text)
         self._fleet.set_ranks(replica.id, engines(text))
+        says = watched.standstill.says
+        slept, says[_SLEEP_STATE] = says.get(_SLEEP_STATE, False), sleeps(text)
+        if says[_SLEEP_STATE] and not slept:
+            self.look_again(replica)
         try:
             tokens = kv_capacity(text)
         except ValueError as error:

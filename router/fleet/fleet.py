@@ -6,6 +6,7 @@ changed. It does no I/O and reads no clock. Feeds, health checks and the proxy r
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 from router.config.cost_weights import DEFAULT_WEIGHTS, CostWeights
@@ -61,6 +62,10 @@ class Fleet:
         self.started = 0
         """Requests ever started."""
         self._recent = RecentWork(weights)
+        self._unanswered: set[Ticket] = set()
+        self._contexts: dict[str, Sequence[tuple[int, str]]] = {}
+        self._contexts_version = self.replicas.version
+        """`Replicas.version` that ``_contexts`` belong to."""
 
     # --- replicas
 
@@ -95,6 +100,9 @@ class Fleet:
     def tick(self, now_s: float) -> None:
         """Apply what has become due; to be called about once a second."""
         self.prefills.pass_time(now_s)
+        overdue = {each.replica for each in self._unanswered if each.is_overdue(now_s)}
+        for replica in self.replicas.values():
+            replica.is_overdue = replica in overdue
         self.index.tick(now_s)
         self.replicas.tick()
         self.replicas.release(self.index.is_clear, now_s)
@@ -129,6 +137,7 @@ class Fleet:
             index=self.index,
             speculative=speculative,
             prefills=self.prefills,
+            unanswered=self._unanswered,
             weights=self.weights,
             history_ttl_s=self.config.index.history_ttl_s,
             trial=self.replicas.begin(replica, now_s),
@@ -159,7 +168,7 @@ class Fleet:
         replica = self.replicas[replica_id]
         if replica.state is ReplicaState.DOWN:
             self.replicas.came_back(replica)
-        replica.is_silent = False
+        replica.stall = None
         self._receive(replica, Signal.ANSWERED, why_down="")
 
     def down(self, replica_id: str, why: str = "it does not answer") -> None:
@@ -188,19 +197,60 @@ class Fleet:
         self.replicas.changed()
 
     def set_models(
-        self, replica_id: str, models: Mapping[str, str | None], roots: Collection[str] = ()
+        self,
+        replica_id: str,
+        models: Mapping[str, str | None],
+        roots: Collection[str] = (),
+        contexts: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """Note which models a replica serves: LoRA adapters with their path, others with None.
 
-        ``roots`` are the paths of the others.
+        ``roots`` are the paths of the others, ``contexts`` the known lengths of contexts.
         """
         replica = self.replicas[replica_id]
         replica.roots = frozenset(roots)
         names = frozenset(models)
         adapters = {name: path for name, path in models.items() if path is not None}
-        if (names, adapters) != (replica.models, replica.adapters):
-            replica.models, replica.adapters = names, adapters
+        known = (replica.models, replica.adapters, replica.contexts)
+        if (names, adapters, contexts) != known:
+            replica.models, replica.adapters, replica.contexts = names, adapters, contexts
             self.replicas.changed()
+
+    def too_short(self, model: str | None, prompt_tokens: int, output_tokens: int) -> Sequence[str]:
+        """Return the ids of the replicas whose context is too short for a prompt and its answer.
+
+        If no replica that takes both is up, replicas that take the prompt and a shorter answer
+        remain. If even the longest context is too short, that replica refuses the request.
+        """
+        contexts = self._contexts_of(model)
+        short: Sequence[str] = ()
+        for tokens in (prompt_tokens + output_tokens, max(prompt_tokens, output_tokens)):
+            if not contexts or tokens <= contexts[0][0]:
+                return ()
+            limit = min(tokens, contexts[-1][0])
+            short = [replica_id for length, replica_id in contexts if length < limit]
+            if not short or any(
+                each.state is ReplicaState.UP and each.serves(model) and each.id not in short
+                for each in self.replicas.values()
+            ):
+                break
+        return short
+
+    def _contexts_of(self, model: str | None) -> Sequence[tuple[int, str]]:
+        """Return the lengths of a model's contexts and the ids of their replicas, sorted."""
+        if self._contexts_version != self.replicas.version:
+            self._contexts_version = self.replicas.version
+            self._contexts.clear()
+        if model is None or model in self._contexts:
+            return self._contexts.get(model or "", ())
+        found = sorted(
+            (each.contexts[model], each.id)
+            for each in self.replicas.values()
+            if model in each.contexts
+        )
+        if found:  # clients choose other names
+            self._contexts[model] = found
+        return found
 
     def match_by_text(self, replica_ids: Collection[str]) -> None:
         """Match prompts by text at these replicas only, where tokens differ from the router's."""

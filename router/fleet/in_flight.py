@@ -63,6 +63,9 @@ NEXT_PHASE: Final[Mapping[tuple[Phase, PhaseEvent], Phase]] = MappingProxyType(
 _SHARED_AT_ONCE: Final = 16
 """First measurements of a replica that count for the others at once, and not at the next tick: an
 unknown replica would look faster than this one."""
+_LEAST_OVERDUE_S: Final = 60.0
+_OVERDUE: Final = 10.0
+"""A request is overdue after this many times its predicted TTFT, at least `_LEAST_OVERDUE_S`."""
 _WAITING: Final = frozenset({Phase.FETCHING, Phase.PREFILLING})
 """Phases before the first token."""
 
@@ -82,6 +85,7 @@ class Ticket:
         index: PrefixIndex,
         speculative: SpeculativeEntry | None,
         prefills: "PrefillTracker",
+        unanswered: "set[Ticket]",
         weights: CostWeights,
         history_ttl_s: float = 0.0,
         trial: int = 0,
@@ -89,7 +93,7 @@ class Ticket:
         """``speculative`` is what the index assumes to be stored by this request.
 
         If it is answered and no KV event came meanwhile, that holds for ``history_ttl_s``.
-
+        ``unanswered`` contains the ticket until its answer begins, or it ends.
         ``trial`` is its number as a trial of a replica whose breaker is half open, 0 if it is not
         a trial.
         """
@@ -127,6 +131,8 @@ class Ticket:
         replica.started += 1
         replica.note_work(self._cost.busy_s)
         self._number = replica.started
+        self._unanswered = unanswered
+        unanswered.add(self)
         self._ready_s = 0.0
         """When its KV will be in CPU RAM."""
         # The replica computes nothing of a request whose KV is being fetched: counted as work
@@ -170,6 +176,7 @@ class Ticket:
         if self.phase is Phase.ENDED or self._has_begun:
             return
         self._has_begun = True
+        self._unanswered.discard(self)
         self._lag_s = max(0.0, lag_s)
         self._was_alone &= self.replica.started == self._number
         if streamed:
@@ -191,6 +198,7 @@ class Ticket:
         """
         if not self._move(PhaseEvent.END, now_s):
             return
+        self._unanswered.discard(self)
         if self.trial:
             self._replicas.end_trial(self.replica, self.trial)
         if not self._has_begun:
@@ -212,6 +220,15 @@ class Ticket:
                 # The error counts whatever caused it, also a wrong match.
                 self.replica.errors.note(self._predicted_ttft_s, ttft_s)
                 self._note_alone(cached_tokens, ttft_s)
+
+    def is_overdue(self, now_s: float) -> bool:
+        """Whether the replica has sent nothing for much longer than this request should take.
+
+        A part of another answer and a KV event count too. Whole answers come later than their
+        first token, and other clients' requests delay this one: it is a doubt, not a verdict.
+        """
+        limit_s = max(_LEAST_OVERDUE_S, _OVERDUE * self._predicted_ttft_s)
+        return now_s - max(self.started_s, self.replica.heard_s) > limit_s
 
     # --- phases
 

@@ -55,6 +55,17 @@ class ReplicaState(StrEnum):
     """Not in the fleet; requests that are in flight there run to their ends."""
 
 
+class Stall(StrEnum):
+    """Why a replica will not answer the requests that it has accepted."""
+
+    SILENT = "silent"
+    """It accepted several health checks in a row, and answered neither these nor any request."""
+    ASLEEP = "asleep"
+    """It sleeps or is paused: it answers health checks and computes nothing."""
+    STUCK = "stuck"
+    """It answers health checks and computes nothing, and does not say why."""
+
+
 class Signal(StrEnum):
     """What can change a replica's state."""
 
@@ -101,6 +112,8 @@ class Replica:
     """Names that requests may use; None until the replica reports them."""
     adapters: Mapping[str, str] = field(default_factory=dict)
     """Paths of its LoRA adapters, by the names that requests use."""
+    contexts: Mapping[str, int] = field(default_factory=dict)
+    """How many tokens the context of its models takes, by these names, as far as reported."""
     roots: frozenset[str] = frozenset()
     """Paths of its other models (``--model``); empty until the replica reports them."""
     shape: KeyShape | None = None
@@ -141,9 +154,10 @@ class Replica:
     why_down: str = ""
     """What a health check or a request found wrong; empty while it answers. Also set for a draining
     replica, whose state does not show it."""
-    is_silent: bool = False
-    """Whether it accepted several health checks in a row, and answered neither these nor any
-    request: pending requests will not be answered. False if it refuses connections."""
+    stall: Stall | None = None
+    """Why it will not answer pending requests; None if it may. A health check found that."""
+    is_overdue: bool = False
+    """Whether a request waits there for much longer than predicted (`Ticket.is_overdue`)."""
     heard_s: float = -inf
     """When it last sent a part of an answer or a KV event."""
     has_events: bool = False

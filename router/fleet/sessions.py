@@ -12,6 +12,8 @@ _EVICTION_SLACK: Final = 1024
 """A full table forgets 1/1024 of its sessions at once: finding the oldest one walks over deleted
 entries."""
 
+_MAX_OWNERS: Final = 4096
+"""Of more owners the largest is not looked for: without keys clients choose these names too."""
 _EXPIRIES_PER_TTL: Final = 64
 _EXPIRED_AT_ONCE: Final = 2000
 """Limits one expiry to about a millisecond."""
@@ -20,7 +22,9 @@ _EXPIRED_AT_ONCE: Final = 2000
 class Sessions:
     """Homes of sessions (`Replica.serial`), the least recently used forgotten first.
 
-    ``evicted`` counts the sessions forgotten because the table was full.
+    A full table forgets sessions of the key that has most of them, so that no key's clients can
+    flush the sessions of another. A key's sessions begin with its name and ``/``
+    (`Grant.own_session`). ``evicted`` counts the sessions forgotten because the table was full.
     """
 
     # A home is one integer, see `_pack`: the garbage collector does not visit integers. Visiting
@@ -33,6 +37,8 @@ class Sessions:
         self.ttl_s = ttl_s
         self.evicted = 0
         self._homes: dict[str, int] = {}
+        self._owned: dict[str, dict[str, None]] = {}
+        """The sessions of each key, in the same order."""
         self._at: Counter[int] = Counter()
         self._expire_next_s = -inf
         self._spills_to_move = weights.spills_to_move
@@ -60,6 +66,7 @@ class Sessions:
             if replica != former and spilled + 1 < self._spills_to_move:
                 home, spills = former, spilled + 1
         self._homes[session] = _pack(now_s, home, spills)
+        self._owned.setdefault(_owner(session), {})[session] = None
         self._at[home] += 1
         if len(self._homes) > self.max_sessions:
             self._evict(now_s)
@@ -79,6 +86,12 @@ class Sessions:
         times = [last_ms for last_ms, _, _ in homes]
         assert times == sorted(times), "the least recently used is not first"
         assert self._at == Counter(home for _, home, _ in homes)
+        owned: dict[str, dict[str, None]] = {}
+        for session in self._homes:
+            owned.setdefault(_owner(session), {})[session] = None
+        assert {name: [*each] for name, each in self._owned.items()} == {
+            name: [*each] for name, each in owned.items()
+        }
         assert all(spills < self._spills_to_move for _, _, spills in homes)
 
     def _take_out(self, session: str) -> int | None:
@@ -88,6 +101,10 @@ class Sessions:
             self._at[home] -= 1
             if not self._at[home]:
                 del self._at[home]
+            owned = self._owned[_owner(session)]
+            del owned[session]
+            if not owned:
+                del self._owned[_owner(session)]
         return packed
 
     def _is_over(self, last_ms: int, now_s: float) -> bool:
@@ -108,10 +125,17 @@ class Sessions:
         self._expire(now_s)
         if len(self._homes) <= self.max_sessions:
             return
-        oldest = list(islice(self._homes, 1 + self.max_sessions // _EVICTION_SLACK))
+        of_all = len(self._owned) > _MAX_OWNERS
+        most = self._homes if of_all else max(self._owned.values(), key=len)
+        oldest = list(islice(most, 1 + self.max_sessions // _EVICTION_SLACK))
         for session in oldest:
             self._take_out(session)
         self.evicted += len(oldest)
+
+
+def _owner(session: str) -> str:
+    owner, slash, _ = session.partition("/")
+    return owner if slash else ""
 
 
 def _pack(last_s: float, replica: int, spills: int) -> int:

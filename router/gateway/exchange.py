@@ -21,6 +21,7 @@ from router.proxy.sse import StreamOpening
 from router.proxy.upstream import RETRYABLE
 from router.record.records import Cause, Outcome, RequestRecord, answer_headers, trace_context
 from warmroute_common.api_errors import ApiError, NoReplicaError
+from warmroute_common.http_server import Bodies
 
 _COPIED_BYTES: Final = 64 << 10
 """A whole answer is copied to the picker up to this size."""
@@ -91,15 +92,19 @@ class Exchange:
 
     # --- the request
 
-    async def pick(self, body: bytes) -> Destinations:
-        """Return where the request goes, once it may go; raise `ApiError`."""
+    async def pick(self, body: bytes, bodies: Bodies) -> Destinations:
+        """Return where the request goes, once it may go; raise `ApiError`.
+
+        What is parsed of ``body`` counts in ``bodies`` until the prompt has been read.
+        """
         await self._lifecycle.one_per_tick.enter()
         policy = self._lifecycle.policy
         policy.check(Plane.GATEWAY, self.method, self.path, self._headers)
         asked = await self._lifecycle.parse(
             Plane.GATEWAY, self.method, self.path, self._headers, body
         )
-        prompt_keys = await self._lifecycle.read(asked, self.record)
+        with bodies.holding(asked.parsed_bytes):
+            prompt_keys = await self._lifecycle.read(asked, self.record)
         among = self._endpoints.eligible(self._subset)
         if among is not None and not among:
             raise NoReplicaError("none of the endpoints in the gateway's subset is a replica")
@@ -249,6 +254,8 @@ class Exchange:
         if self._ticket is None:
             return
         if (cause := RETRYABLE.get(status)) is not None:
+            if self._was_moved and cause is not Cause.BUSY:
+                cause = Cause.GATEWAY  # the answer may be the gateway's own
             self._lifecycle.failed(self._ticket, record, cause, f"answered {status}")
 
     async def _note_served(self, served: str | None) -> None:

@@ -23,7 +23,7 @@ from router.gateway.messages import GatewayCall, Message
 from router.proxy.lifecycle import RequestLifecycle
 from warmroute_common.addresses import join_host_port
 from warmroute_common.api_errors import ApiError, TooLargeError
-from warmroute_common.http_server import defect
+from warmroute_common.http_server import Bodies, defect
 from warmroute_common.tasks import end_all
 
 _LIVENESS: Final = ("", "liveness")
@@ -142,6 +142,8 @@ class ExternalProcessor:
         # Of this process: two pickers must not use one name.
         self._run = uuid.uuid4().hex[:8]
         self._numbers = count()
+        config = lifecycle.config
+        self._bodies = Bodies(within_s=config.timeouts.body_s, limit_bytes=config.max_bodies_bytes)
         self._exchanges: dict[str, Exchange] = {}
         """Requests under way, by the names that filter ``answers`` repeats."""
         self._closing: set[asyncio.Task[None]] = set()
@@ -175,6 +177,7 @@ class ExternalProcessor:
 
     async def _serve(self, first: Message, call: GatewayCall) -> None:
         headers = messages.headers_of(first.request_headers)
+        limit_bytes = self._lifecycle.config.max_body_bytes
         sends_copies = call.metadata(SENDS_ANSWERS) is not None
         exchange = Exchange(
             self._lifecycle,
@@ -190,7 +193,7 @@ class ExternalProcessor:
         self._exchanges[name] = exchange
         try:
             with exchange.noting_end():
-                await _Conversation(self._lifecycle, exchange, name, first, call).run()
+                await _Conversation(self._bodies, exchange, name, first, call).run(limit_bytes)
         except ConnectionResetError:
             pass  # the client has left: no answer reaches it
         except ApiError as error:
@@ -216,24 +219,28 @@ class _Conversation:
 
     def __init__(
         self,
-        lifecycle: RequestLifecycle,
+        bodies: Bodies,
         exchange: Exchange,
         name: str,
         first: Message,
         call: GatewayCall,
     ) -> None:
-        self._lifecycle = lifecycle
+        self._bodies = bodies
+        self._held_bytes = 0
         self._exchange = exchange
         self._name = name
         self._first = first
         self._call = call
 
-    async def run(self) -> None:
-        """Answer all messages of the call."""
-        if messages.has_streamed_body(self._first):
-            await self._pick_by_parts()
-        else:
-            await self._pick()
+    async def run(self, limit_bytes: int) -> None:
+        """Answer all messages of the call; the request's body may have ``limit_bytes``."""
+        try:
+            if messages.has_streamed_body(self._first):
+                await self._pick_by_parts(limit_bytes)
+            else:
+                await self._pick()
+        finally:
+            self._bodies.release(self._held_bytes)
         while (message := await self._call.read()) is not None:
             await self._call.write(await self._reply(message))
 
@@ -246,18 +253,23 @@ class _Conversation:
             await self._call.write(messages.unchanged(kind))
             kind = "request_body"
             body = (await self._call.must_read(kind)).request_body.body
+        self._hold(len(body))
         await self._send_destination(kind, body)
 
-    async def _pick_by_parts(self) -> None:
+    def _hold(self, size_bytes: int) -> None:
+        self._bodies.hold(size_bytes)
+        self._held_bytes += size_bytes
+
+    async def _pick_by_parts(self, left_bytes: int) -> None:
         """Take the body in parts; answer with the destination, then with the same parts."""
         parts: list[Message] = []
-        left_bytes = self._lifecycle.config.max_body_bytes
         is_last = False
         while not is_last:
             message = await self._call.must_read("request_body", "request_trailers")
             if is_last := message.HasField("request_trailers"):
                 parts.append(messages.unchanged("request_trailers"))
                 break
+            self._hold(len(message.request_body.body))
             parts.append(messages.same_body("request_body", message.request_body))
             left_bytes -= len(message.request_body.body)
             if left_bytes < 0:
@@ -270,7 +282,7 @@ class _Conversation:
             await self._call.write(each)
 
     async def _send_destination(self, kind: str, body: bytes) -> None:
-        picked = await self._call.unless_ended(self._exchange.pick(body))
+        picked = await self._call.unless_ended(self._exchange.pick(body, self._bodies))
         headers = {} if picked.api_key is None else {"authorization": f"Bearer {picked.api_key}"}
         message = messages.destination(kind, picked.endpoints, headers, self._name)
         await self._call.write(message)

@@ -40,7 +40,13 @@ from warmroute_common.api_errors import (
     UnauthorizedError,
 )
 from warmroute_common.fleet_secret import FleetSecret, may_be_of_a_page
-from warmroute_common.http_server import BODIES, Bodies, as_json, errors_answered
+from warmroute_common.http_server import (
+    BODIES,
+    Bodies,
+    as_json,
+    errors_answered,
+    expecting_later,
+)
 
 log = logging.getLogger("warmroute.controller")
 
@@ -129,7 +135,7 @@ class Controller:
 
         app = web.Application(middlewares=[errors_answered, admitted], client_max_size=limit_bytes)
         app[BODIES] = Bodies(within_s=self._body_s, limit_bytes=MAX_REQUESTS * limit_bytes)
-        app.add_routes(routes)
+        app.add_routes(expecting_later(routes))
         return app
 
 

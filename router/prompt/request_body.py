@@ -6,7 +6,8 @@ Strings have no limit of their own: images travel in chats.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, ParamSpec, TypeVar
 
 import msgspec
@@ -30,6 +31,7 @@ _MAX_QUOTES: Final = 4_000_000
 _NO_STRUCTURE: Final = bytes(set(range(256)) - set(b"[{:,"))
 _PART_BYTES: Final = 1 << 20
 """Scanned at once, in less than a millisecond: then other threads may run."""
+_OPENING: Final = re.compile(rb"\s*\{\s*(\}?)")
 _BACKSLASH: Final = ord("\\")
 _GAPS: Final = 4096
 _MEMBER_TEXT_BYTES: Final = 1024
@@ -41,6 +43,9 @@ class _Fields(msgspec.Struct):
 
     model: Any = UNSET
     stream: Any = UNSET
+    max_tokens: Any = UNSET
+    max_completion_tokens: Any = UNSET
+    max_output_tokens: Any = UNSET
     prompt_cache_key: Any = UNSET
     session_id: Any = UNSET
     user: Any = UNSET
@@ -124,11 +129,23 @@ def short_members(body: bytes) -> dict[str, str | bool]:
     return found
 
 
-def with_model(body: bytes, model: str) -> bytes:
-    """Return the body, a JSON object, with another ``model``; all other members stay as written."""
+def with_members(body: bytes, changed: Mapping[str, str]) -> bytes:
+    """Return the body, a JSON object, with other members; the rest stays as written.
+
+    Raises `BadRequestError` if it is not one.
+    """
     members: dict[str, msgspec.Raw] = _decoded(body, _MEMBERS)
-    members["model"] = msgspec.Raw(msgspec.json.encode(model))
+    members |= {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in changed.items()}
     return msgspec.json.encode(members)
+
+
+def with_new_member(body: bytes, name: str, value: str) -> bytes:
+    """Return the body, a JSON object without this member, with it; the rest stays as written."""
+    opening = _OPENING.match(body)
+    assert opening is not None, "the body has been read"
+    rest = memoryview(body)[opening.end() - len(opening[1]) :]
+    comma = b"" if opening[1] else b","
+    return b"".join([b"{", msgspec.json.encode({name: value})[1:-1], comma, rest])
 
 
 def parsed_bytes(body: bytes) -> int:

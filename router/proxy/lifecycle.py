@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final, Protocol
@@ -39,18 +39,21 @@ _AT_FAULT: Final = frozenset(
 """Causes that count for a replica's breaker. CONNECT does not: health checks find a replica that
 refuses connections. HUNG does not: the replica only waits for its LMCache server. BUSY does not:
 the replica is well."""
-MAY_BE_REQUESTS: Final = frozenset({Cause.CUT, Cause.ERROR})
+MAY_BE_REQUESTS: Final = frozenset({Cause.CUT, Cause.ERROR, Cause.GATEWAY})
 """Causes that may lie in the request: a prompt that kills one engine kills the next one too.
 vLLM's server answers 500 when its engine has died."""
 _LONG_PROMPT_TOKENS: Final = 65_536
 """The keys of a longer prompt are made in a thread: they take 0.1 ms per thousand new tokens."""
 
 
-class FailureListener(Protocol):
-    """Learns of tries that failed, to check the replica's health at once."""
+class HealthSource(Protocol):
+    """Checks replicas' health, and asks them for their models, before that is due."""
 
     def suspect(self, replica_id: str, cause: Cause) -> None:
         """Take note that a request failed at a replica."""
+
+    async def look_for_model(self) -> None:
+        """Ask the replicas for their models, unless they were asked just now."""
 
 
 class KvLocator(Protocol):
@@ -137,7 +140,7 @@ class RequestLifecycle:
         prompts: PromptSource,
         stager: Stager,
         records: RecordReader,
-        failures: FailureListener,
+        health: HealthSource,
         locator: KvLocator,
     ) -> None:
         """``records`` gets each request's record once, at its end."""
@@ -151,7 +154,7 @@ class RequestLifecycle:
         self._stager = stager
         self._owners = ResponseOwners()
         self._records = records
-        self._failures = failures
+        self._health = health
         self._locator = locator
 
     # The record
@@ -191,10 +194,19 @@ class RequestLifecycle:
     # Read, admit, place, stage
 
     async def parse(
-        self, plane: Plane, method: str, path: str, headers: Mapping[str, str], body: bytes
+        self,
+        plane: Plane,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes,
+        *,
+        salt_key: bytes | None = None,
     ) -> ParsedRequest:
         """Return what routing needs of a request; raise `BadRequestError`: see `Policy.parse`."""
-        return await off_loop(len(body), self.policy.parse, plane, method, path, headers, body)
+        return await off_loop(
+            len(body), self.policy.parse, plane, method, path, headers, body, salt_key=salt_key
+        )
 
     async def read(self, asked: ParsedRequest, record: RequestRecord) -> PromptKeyCache:
         """Render and tokenize the prompt; return its keys, which are computed when asked for.
@@ -206,6 +218,7 @@ class RequestLifecycle:
         record.model = asked.model
         if asked.has_prompt and self.bound_to(asked) is None:
             self._admission.refuse_if_full(record.key)
+        await self.look_for(asked.model)
         began_s = time.monotonic()
         prompt = await self._prompt(asked)
         prompt_keys, record.is_exact = PromptKeyCache(prompt), prompt is not None and prompt.exact
@@ -218,8 +231,15 @@ class RequestLifecycle:
         await self._locator.look_up(prompt_keys)
         return prompt_keys
 
+    async def look_for(self, model: str | None) -> None:
+        """Ask the replicas for their models if none is known to serve this one."""
+        replicas = self.fleet.replicas.values()
+        if model is not None and replicas and not any(each.serves(model) for each in replicas):
+            await self._health.look_for_model()
+
     async def decide(self, asked: ParsedRequest) -> tuple[Prompt | None, Decision]:
         """Return where a request would go, without sending it."""
+        await self.look_for(asked.model)
         prompt = await self._prompt(asked)
         prompt_keys = PromptKeyCache(prompt)
         await self._locator.look_up(prompt_keys)
@@ -247,9 +267,8 @@ class RequestLifecycle:
         asked_s = time.monotonic()
         failed = tuple(each.replica_id for each in record.failed_tries[forgiven:])
         request = replace(
-            self._to_place(asked, prompt_keys),
+            self._to_place(asked, prompt_keys, failed),
             client=record.key,
-            exclude=failed,
             among=among,
             streamed=asked.streamed and sees_tokens,
         )
@@ -309,7 +328,7 @@ class RequestLifecycle:
     def cut(self, ticket: Ticket) -> None:
         """Note that a replica broke off its answer after it had begun."""
         self._note_result(ticket, ok=False)
-        self._failures.suspect(ticket.replica.id, Cause.CUT)
+        self._health.suspect(ticket.replica.id, Cause.CUT)
 
     def failed(
         self,
@@ -345,7 +364,7 @@ class RequestLifecycle:
         )
         record.prepared = StagingResult()  # the staged KV was for that replica
         if cause not in (Cause.ABSENT, Cause.BUSY, Cause.LOCAL):
-            self._failures.suspect(record.replica_id, cause)
+            self._health.suspect(record.replica_id, cause)
 
     # The end
 
@@ -398,11 +417,19 @@ class RequestLifecycle:
         except RecursionError:  # what can be parsed may be deeper than templates can walk
             raise BadRequestError("the body's values are nested too deeply") from None
 
-    def _to_place(self, asked: ParsedRequest, keys: PromptKeyCache) -> PlacementRequest:
+    def _to_place(
+        self, asked: ParsedRequest, keys: PromptKeyCache, failed: Sequence[str] = ()
+    ) -> PlacementRequest:
+        """Return what the scheduler needs; ``failed`` replicas do not get the request again."""
+        bound_to = self.bound_to(asked)
+        short: Sequence[str] = ()
+        if asked.has_prompt and bound_to is None:
+            short = self.fleet.too_short(asked.model, keys.prompt_tokens, asked.output_tokens)
         return PlacementRequest(
             keys=keys,
             model=asked.model,
             session=asked.session,
-            bound_to=self.bound_to(asked),
+            bound_to=bound_to,
+            exclude=(*failed, *short),
             streamed=asked.streamed,
         )

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import replace
 from math import ceil
 from typing import Final, NoReturn
@@ -41,7 +41,7 @@ from warmroute_common.api_errors import (
     UpstreamFailedError,
     UpstreamTimeoutError,
 )
-from warmroute_common.http_server import error_body, holding, read_body, release_body
+from warmroute_common.http_server import BODIES, error_body, read_body, release_body
 
 _SHARE: Final = 0.2
 """Retries, as a share of the requests that wait for their answer to begin. If more are retries,
@@ -148,7 +148,7 @@ class Retries:
 
 _Begun = tuple[ReplicaAnswer, Ticket]
 """A replica's answer that has begun, and the ticket to release at its end."""
-_NOT_BEGUN: Final = (Cause.CONNECT, Cause.LOCAL, Cause.ABSENT)
+_NOT_BEGUN: Final = (Cause.CONNECT, Cause.LOCAL, Cause.ABSENT, Cause.NO_MODEL)
 """Causes after which the replica has certainly not begun with the request."""
 _NOT_TAKEN: Final = (*_NOT_BEGUN, Cause.BUSY, Cause.STATUS)
 """Causes after which the replica has most likely done nothing for the request."""
@@ -249,15 +249,17 @@ class Proxy:
         request, record = client.request, client.record
         body = await read_body(request)
         await self._lifecycle.one_per_tick.enter()
+        grant = request.get(GRANT)
         asked = await self._lifecycle.parse(
-            Plane.PROXY, request.method, request.path, request.headers, body
+            *(Plane.PROXY, request.method, request.path, request.headers, body),
+            salt_key=None if grant is None else grant.salt_key,
         )
-        if (grant := request.get(GRANT)) is not None:
+        if grant is not None:
             grant.check_model(asked.model)
             asked = replace(asked, session=grant.own_session(asked.session))
         if charge is not None:
             await charge.estimate(asked)
-        with holding(request, asked.parsed_bytes):
+        with request.app[BODIES].holding(asked.parsed_bytes):
             prompt_keys = await self._lifecycle.read(asked, record)
         if charge is not None:
             charge.take(prompt_keys.prompt_tokens, time.monotonic(), is_exact=record.is_exact)
@@ -378,6 +380,7 @@ class Proxy:
                     client=client,
                     repeatable=asked.repeatable,
                     seeks=asked.seeks and self._lifecycle.bound_to(asked) is None,
+                    has_model=asked.model is not None,
                 )
         except AttemptFailedError as failure:
             self._lifecycle.failed(
@@ -402,13 +405,12 @@ class Proxy:
     ) -> AbstractContextManager[Wait]:
         """Make the wait for a first byte, which ends early if another replica can take over."""
         tried = [each.replica_id for each in record.failed_tries]
-        if (
+        may_move = (
             self._tries_left(record) > 1
             and asked.repeatable
             and self._lifecycle.bound_to(asked) is None
-        ):
-            return self._waits.at(replica, model=asked.model, tried=tried)
-        return nullcontext(Wait())
+        )
+        return self._waits.at(replica, model=asked.model, tried=tried, may_move=may_move)
 
     def _give_up(self, record: RequestRecord) -> NoReturn:
         """Raise the error of a request whose tries all failed."""

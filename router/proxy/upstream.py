@@ -4,10 +4,10 @@ aiohttp's exceptions are mapped here, once: to `AttemptFailedError` (no content 
 seen, so another replica may be asked) and `AnswerCutError` (the answer had begun). A cancelled
 call closes its connection, which tells the replica that its answer is no longer wanted.
 
-A long prompt may take minutes, so by default nothing limits the wait for the first byte. But a
-replica that does not answer health checks either, or whose LMCache server has ended, will not
-answer: `FirstByteWaits` ends such a wait. A replica that answers its health checks with 503 may
-still finish its requests.
+A long prompt may take minutes, so by default no fixed time limits the wait for the first byte. A
+replica that does not answer health checks either, that sleeps or computes nothing, or whose LMCache
+server has ended, will not answer: `FirstByteWaits` ends such a wait. One that answers its health
+checks with 503 may still finish its requests.
 """
 
 import asyncio
@@ -23,6 +23,7 @@ from types import MappingProxyType
 from typing import Final, Protocol
 
 import aiohttp
+import orjson
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.client_reqrep import ConnectionKey
@@ -33,7 +34,7 @@ from yarl import URL
 
 from router.config.settings import TimeoutsConfig
 from router.fleet.fleet import Fleet
-from router.fleet.replica import Replica, ReplicaState
+from router.fleet.replica import Replica, ReplicaState, Stall
 from router.proxy.sse import StreamOpening
 from router.record.records import Cause
 from warmroute_common.admin_token import HEADER as ADMIN_HEADER
@@ -239,6 +240,7 @@ class Upstream:
         client: KeepAlives,
         repeatable: bool = False,
         seeks: bool = False,
+        has_model: bool = False,
     ) -> ReplicaAnswer:
         """Send a request; return its answer once its content begins. The caller closes it.
 
@@ -246,7 +248,8 @@ class Upstream:
         is ``repeatable`` is sent again if it met a connection that the replica was closing.
         Raises `AttemptFailedError` if no answer came, if its status is in `RETRYABLE`, if its
         stream begins with such an error, if it is 404 and the request ``seeks`` the replica that
-        stores something, or if ``wait`` was given up.
+        stores something or the replica does not serve its model (``has_model``), or if ``wait`` was
+        given up.
         """
         sent_s = time.monotonic()
         response: aiohttp.ClientResponse | None = None
@@ -261,13 +264,18 @@ class Upstream:
                         Cause.CUT, "the replica switched protocols without being asked to"
                     )
                 if response.status in RETRYABLE:
-                    raise await _refused(response, RETRYABLE[response.status])
-                if seeks and response.status == web.HTTPNotFound.status_code:
-                    raise await _refused(response, Cause.ABSENT)
-                # vLLM sends a stream's headers, and keep-alives, before it has
-                # computed anything: only the first content shows that the
-                # replica has survived the prefill.
-                first = await _first_content(response, client)
+                    cause = RETRYABLE[response.status]
+                    raise _failure_of(response, cause, await _start(response))
+                if response.status == web.HTTPNotFound.status_code and (seeks or has_model):
+                    cause = Cause.ABSENT if seeks else Cause.NO_MODEL
+                    first = await _start(response)
+                    if seeks or _misses_model(first):
+                        raise _failure_of(response, cause, first)
+                else:
+                    # vLLM sends a stream's headers, and keep-alives, before it has
+                    # computed anything: only the first content shows that the
+                    # replica has survived the prefill.
+                    first = await _first_content(response, client)
         except BaseException as error:
             if response is not None:
                 response.close()
@@ -360,14 +368,32 @@ async def _first_content(response: aiohttp.ClientResponse, client: KeepAlives) -
     return bytes(opening.held)
 
 
-async def _refused(response: aiohttp.ClientResponse, cause: Cause) -> AttemptFailedError:
+async def _start(response: aiohttp.ClientResponse) -> bytes:
+    """Return as much of an answer as an error may have."""
     body = bytearray()
     while len(body) < _FAILURE_BODY_BYTES and (chunk := await response.content.readany()):
         body += chunk
+    return bytes(body)
+
+
+def _failure_of(response: aiohttp.ClientResponse, cause: Cause, body: bytes) -> AttemptFailedError:
     headers = kept_headers(response.headers)
     headers.popall("Content-Length", None)
-    answer = web.Response(status=response.status, headers=headers, body=bytes(body))
+    answer = web.Response(status=response.status, headers=headers, body=body)
     return AttemptFailedError(cause, f"answered {response.status}", answer)
+
+
+def _misses_model(body: bytes) -> bool:
+    """Whether an error says that its server does not have the model, as vLLM and OpenAI say it."""
+    try:
+        answer = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return False
+    error = answer.get("error", answer) if isinstance(answer, dict) else None
+    if not isinstance(error, dict):
+        return False
+    is_named = error.get("param") == "model" or error.get("code") == "model_not_found"
+    return is_named or str(error.get("message", "")).startswith("The model `")
 
 
 @dataclass
@@ -467,12 +493,22 @@ def _without(headers: CIMultiDictProxy[str], dropped: frozenset[str]) -> CIMulti
 
 @dataclass(eq=False, kw_only=True)
 class _Movable:
-    """The wait of a request that may go to another replica instead."""
+    """The wait of a request, which may go to another replica instead if it ``may_move``."""
 
     wait: Wait
     replica: Replica
     model: str | None
     tried: Collection[str] = field(repr=False)
+    may_move: bool
+
+
+_STALLED: Final = MappingProxyType(
+    {
+        Stall.SILENT: Cause.SILENT,
+        Stall.ASLEEP: Cause.HUNG,
+        Stall.STUCK: Cause.TIMEOUT,
+    }
+)
 
 
 class HangSource(Protocol):
@@ -483,7 +519,7 @@ class HangSource(Protocol):
 
 
 class FirstByteWaits:
-    """The requests that wait for their first byte and could be sent elsewhere."""
+    """The requests that wait for their first byte."""
 
     def __init__(self, fleet: Fleet, hangs: HangSource | None = None) -> None:
         self._fleet = fleet
@@ -494,14 +530,17 @@ class FirstByteWaits:
         return len(self._waits)
 
     @contextmanager
-    def at(self, replica: Replica, *, model: str | None, tried: Collection[str]) -> Iterator[Wait]:
+    def at(
+        self, replica: Replica, *, model: str | None, tried: Collection[str], may_move: bool
+    ) -> Iterator[Wait]:
         """Make a wait that is given up when the replica will not answer and another is up.
 
-        ``tried`` are the ids of replicas that failed to answer.
+        ``tried`` are the ids of replicas that failed to answer. A request that may not move waits
+        on, unless the replica is stuck: then nothing else would end the wait.
         """
         wait = Wait()
-        waiting = _Movable(wait=wait, replica=replica, model=model, tried=tried)
-        hung = None if self._hangs is None else self._hangs.hung(replica.id)
+        waiting = _Movable(wait=wait, replica=replica, model=model, tried=tried, may_move=may_move)
+        hung = self._hangs.hung(replica.id) if self._hangs is not None and may_move else None
 
         def note_hung(_: object) -> None:
             wait.give_up(
@@ -522,14 +561,17 @@ class FirstByteWaits:
                 hung.remove_done_callback(note_hung)
 
     def look(self) -> None:
-        """Give up useless waits. Call it when a replica was found up, down or silent."""
+        """Give up useless waits. Call it when a replica was found up, down or stalled."""
         for each in self._waits:
             self._look_at(each)
 
     def _look_at(self, waiting: _Movable) -> None:
         replica = waiting.replica
-        if replica.is_silent and self._has_another(waiting):
-            waiting.wait.give_up(AttemptFailedError(Cause.SILENT, replica.why_down))
+        if replica.stall is None:
+            return
+        if replica.stall is Stall.STUCK or (waiting.may_move and self._has_another(waiting)):
+            cause = _STALLED[replica.stall]
+            waiting.wait.give_up(AttemptFailedError(cause, replica.why_down))
 
     def _has_another(self, waiting: _Movable) -> bool:
         return any(

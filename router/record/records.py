@@ -109,15 +109,18 @@ class Cause(StrEnum):
     STATUS = "status"
     """The replica answered 502, 503 or 504."""
     HUNG = "hung"
-    """The LMCache server that the replica waits for has ended."""
+    """The LMCache server that the replica waits for has ended, or the replica sleeps or is
+    paused."""
     SILENT = "silent"
     """The replica stopped answering health checks before it began to answer."""
     GATEWAY = "gateway"
-    """The gateway tried another replica, and does not say why."""
+    """The gateway tried another replica, or has tried another one before, and does not say why."""
     TIMEOUT = "timeout"
-    """No first byte within ``timeouts.first_byte_s``."""
+    """No first byte within ``timeouts.first_byte_s``, or the replica computes nothing."""
     ABSENT = "absent"
     """The replica answered 404, and another may store what was asked for."""
+    NO_MODEL = "no-model"
+    """The replica answered 404: it does not serve the model, against what it had reported."""
 
 
 @dataclass(frozen=True, kw_only=True)

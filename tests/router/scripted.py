@@ -34,7 +34,10 @@ class Scripted:
     listings: int = 0
     """How often ``/v1/models`` was asked."""
     metrics: str = ""
-    """What ``/metrics`` says."""
+    """What ``/metrics`` says; ``{looks}`` in it: how often that was asked."""
+    looks: int = 0
+    standstill: dict[str, bool] | None = None
+    """What ``/is_sleeping`` and ``/is_paused`` say, by the name of the field; None: 404."""
     healthy: bool = True
     probe_gate: asyncio.Event = field(default_factory=asyncio.Event)
     """``/health`` answers while this is set, as it is at first."""
@@ -79,8 +82,15 @@ class Scripted:
     async def absent(self, request: web.Request) -> web.Response:
         return web.Response(status=404)
 
+    async def tell_standstill(self, request: web.Request) -> web.Response:
+        if self.standstill is None:
+            return web.Response(status=404)
+        name = request.path.removeprefix("/")
+        return web.json_response({name: self.standstill.get(name, False)})
+
     async def tell_metrics(self, request: web.Request) -> web.Response:
-        return web.Response(text=self.metrics)
+        self.looks += 1
+        return web.Response(text=self.metrics.replace("{looks}", str(self.looks)))
 
     async def list_models(self, request: web.Request) -> web.Response:
         self.listings += 1
@@ -102,6 +112,8 @@ async def scripted(*, port: int = 0) -> AsyncIterator[Scripted]:
     app.router.add_get("/v1/models", upstream.list_models)
     for asked_by_the_router in ("/version", "/kv_event_sources"):
         app.router.add_get(asked_by_the_router, upstream.absent)
+    for path in ("/is_sleeping", "/is_paused"):
+        app.router.add_get(path, upstream.tell_standstill)
     app.router.add_route("*", "/{path:.*}", upstream.answer)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()

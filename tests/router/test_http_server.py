@@ -12,7 +12,8 @@ import pytest
 from aiohttp import ClientConnectionResetError, web
 from aiohttp.web_protocol import RequestHandler
 
-from router.config.settings import TimeoutsConfig
+from router.api.access import new_key, sha256_of
+from router.config.settings import AccessConfig, KeyConfig, TimeoutsConfig
 from tests.router.conftest import Fleet, Running, Wait
 from tests.router.scripted import chat_events, stream
 from warmroute_common.http_server import BODIES, Site
@@ -275,3 +276,38 @@ async def answered(reader: asyncio.StreamReader) -> bytes:
     head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5.0)
     await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
     return head
+
+
+# --- what a client expects before it sends its body
+
+
+ADMITTED = new_key()
+EXPECTING = b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nConnection: close\r\n"
+
+
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/health", b"/replicas", b"/nowhere"])
+async def test_an_unknown_expectation_is_refused_in_openais_shape(
+    router: Running, path: bytes
+) -> None:
+    request = HEAD.replace(b"/v1/completions", path)
+    answer = await exchange(router, request + b"Connection: close\r\nExpect: foo\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 417 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "expectation_failed"
+
+
+async def test_a_body_is_asked_for_once_its_client_is_admitted(fleet: Fleet) -> None:
+    key = KeyConfig(name="a", sha256=sha256_of(ADMITTED))
+    router = await fleet.router(access=AccessConfig(keys=(key,)))
+    refused = await exchange(router, EXPECTING + b"Expect: 100-continue\r\n\r\n")
+    assert refused.startswith(b"HTTP/1.1 401 ")
+    large = EXPECTING.replace(b"Length: 2", b"Length: 99999999999")
+    bearer = b"Authorization: Bearer " + ADMITTED.encode() + b"\r\n"
+    too_large = await exchange(router, large + bearer + b"Expect: 100-continue\r\n\r\n")
+    assert too_large.startswith(b"HTTP/1.1 413 ")
+    async with connected(router) as (reader, writer):
+        writer.write(EXPECTING + bearer + b"Expect: 100-continue\r\n\r\n")
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(b"{}")
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+    answered = await exchange(router, EXPECTING + bearer + b"Expect: 100-continue\r\n\r\n{}")
+    assert answered.startswith(b"HTTP/1.1 200 "), "a client that does not wait"

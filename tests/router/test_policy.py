@@ -178,10 +178,10 @@ def test_a_gateway_forwards_nothing_that_the_router_refuses(passthrough: tuple[s
 @pytest.mark.parametrize(
     ("method", "path", "replicas"),
     [
-        ("POST", "/v1/chat/completions", 3),
-        ("POST", "/v1/score", 3),
-        ("GET", "/v1/files", 3),
-        ("DELETE", "/v1/files/file-1", 3),
+        ("POST", "/v1/chat/completions", 2),
+        ("POST", "/v1/score", 2),
+        ("GET", "/v1/files", 2),
+        ("DELETE", "/v1/files/file-1", 2),
         ("POST", "/v1/files", 1),
         ("POST", "/v1/batches", 1),
         ("PATCH", "/v1/score2", 1),
@@ -210,4 +210,4 @@ def test_limits_are_those_of_the_file() -> None:
     limits = Policy(CONFIG).limits
     assert limits.body_bytes == CONFIG.max_body_bytes
     assert limits.held_s == CONFIG.admission.max_wait_s + CONFIG.prefetch.wait_cap_s
-    assert limits.replicas == CONFIG.retries + 1
+    assert limits.replicas == 2

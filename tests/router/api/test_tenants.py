@@ -1,5 +1,7 @@
 """What one key's clients learn of another's, and can do to them: nothing."""
 
+import json
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -95,3 +97,85 @@ async def test_explain_takes_a_session_with_its_keys_name(
     async with stranger.post(f"{router.url}/explain", json=body, headers=headers) as response:
         answer = await response.json()
     assert (answer["replica"], answer["home"]) == (home, home)
+
+
+# --- the cached KV of a key
+
+
+SALTED = replace(ACCESS, cache="per-key")
+PROMPT: dict[str, Any] = {"model": "m", "prompt": "hello " * 999}
+
+
+async def salt_of(
+    fleet: Fleet, router: Running, key: str, body: bytes, path: str = "/v1/completions"
+) -> tuple[Any, Any, bytes]:
+    """Send a body; return the salt in what the replica got, the tokens matched, and the former."""
+    headers = {"Authorization": f"Bearer {key}", ADMIN_HEADER: ADMIN, "X-Session-Id": "s"}
+    async with (
+        aiohttp.ClientSession(headers=headers) as client,
+        client.post(router.url + path, data=body) as response,
+    ):
+        assert response.status == 200, await response.text()
+        matched = response.headers.get("x-warmroute-matched-gpu")
+    sent = (fleet.one.seen + fleet.two.seen)[-1].body
+    fleet.one.seen.clear()
+    fleet.two.seen.clear()
+    return json.loads(sent).get("cache_salt"), matched, sent
+
+
+async def test_keys_share_no_kv_if_the_router_sets_their_salts(fleet: Fleet) -> None:
+    """So a key's clients cannot see from times whether another has sent a prompt."""
+    router = await fleet.router(access=SALTED, policy="ttft")
+    body = json.dumps(PROMPT).encode()
+    salts = []
+    for key in (ONE, TWO):
+        salt, matched, _ = await salt_of(fleet, router, key, body)
+        assert matched == "0"
+        again, matched, _ = await salt_of(fleet, router, key, body)
+        assert again == salt
+        assert int(matched) > 900
+        salts.append(salt)
+    other = await fleet.router(access=SALTED)
+    assert (await salt_of(fleet, other, ONE, body))[0] == salts[0], "in every router"
+    assert salts[0] != salts[1]
+    assert all(len(each) <= 128 and each.isalnum() for each in salts), "as vLLM takes them"
+    hashes = [each.sha256 for each in ACCESS.keys]
+    assert not any(each in salt for each in hashes for salt in salts)
+    # Nor may one key use a salt that another has chosen, or that the router has given it.
+    for chosen in ("team", salts[0]):
+        named = json.dumps({**PROMPT, "cache_salt": chosen}).encode()
+        found = {(await salt_of(fleet, router, key, named))[0] for key in (ONE, TWO)}
+        assert len(found) == 2
+        assert not found & {"team", *salts}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "rest"),
+    [
+        ("/v1/completions", b' {"prompt":"x", "seed" : 1.50}', b'"prompt":"x", "seed" : 1.50}'),
+        ("/v1/completions", b'{"prompt":"x","cache_salt":null}', b'"prompt":"x"'),
+        ("/v1/completions", b'{"cache\\u005fsalt":"a","prompt":"x"}', b'"prompt":"x"'),
+        ("/v1/completions", b'{"cache_salt":"a","prompt":"x","cache_salt":"b"}', b'"prompt":"x"'),
+        ("/score", b'{"text_1":"x","cache_salt":"a"}', b'"text_1":"x"'),
+        ("/v1/chat/completions/batch", b'{"messages":[]}', b'"messages":[]'),
+        ("/inference/v1/generate", b"{}", b"}"),
+    ],
+)
+async def test_each_body_that_is_computed_has_its_keys_salt_once(
+    fleet: Fleet, path: str, body: bytes, rest: bytes
+) -> None:
+    router = await fleet.router(access=SALTED)
+    salt, _, sent = await salt_of(fleet, router, ONE, body, path)
+    assert len(salt) == 64
+    assert sent.count(b"salt") == 1
+    assert rest in sent
+
+
+async def test_what_cannot_be_read_or_is_not_computed_stays_as_it_is(fleet: Fleet) -> None:
+    router = await fleet.router(access=SALTED)
+    for path, body in (("/score", b'{"x": NaN}'), ("/v1/batches", b'{"input_file_id":"f"}')):
+        _, _, sent = await salt_of(fleet, router, ONE, body, path)
+        assert sent == body
+    unset = await fleet.router(access=ACCESS)
+    body = json.dumps({**PROMPT, "cache_salt": "own"}).encode()
+    assert (await salt_of(fleet, unset, ONE, body))[2] == body

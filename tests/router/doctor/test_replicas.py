@@ -95,6 +95,17 @@ async def test_keys_that_replicas_refuse() -> None:
 KEYED = {"keys": [{"name": "team", "sha256": 64 * "a"}]}
 
 
+async def test_different_contexts_of_one_model() -> None:
+    async with two() as (one, other, entries):
+        one.models = [{"id": "m", "max_model_len": 4096}]
+        other.models = [{"id": "m", "max_model_len": 32768}]
+        notes = found(await examined(*entries), Level.NOTE)
+        assert "contexts of 'm' differ in tokens" in notes["the fleet", "context"]
+        assert "4096" in notes["the fleet", "context"]
+        one.models = other.models
+        assert ("the fleet", "context") not in found(await examined(*entries), Level.NOTE)
+
+
 async def test_models_and_aliases() -> None:
     async with two() as (one, _, entries):
         one.models = [{"id": "m"}, {"id": "only-here"}]

@@ -47,6 +47,33 @@ def test_the_least_recently_used_go_first_when_there_is_no_room() -> None:
     assert sessions.evicted == 1
 
 
+def test_a_full_table_forgets_sessions_of_the_key_that_has_most() -> None:
+    """So a client that invents names flushes only sessions of its own key."""
+    sessions = Sessions(10, ttl_s=100.0)
+    for number in range(4):
+        sessions.note(f"a/{number}", 1, 0.0)
+    for number in range(50):
+        sessions.note(f"b/{number}", 1, 0.0)
+        sessions.check()
+    assert all(sessions.home(f"a/{number}", 1.0) == 1 for number in range(4))
+    assert [number for number in range(50) if sessions.home(f"b/{number}", 1.0)] == [*range(44, 50)]
+    for number in range(50):
+        sessions.note(f"plain {number}", 1, 0.0)
+    assert all(sessions.home(f"a/{number}", 1.0) == 1 for number in range(1, 4))
+    assert sessions.evicted == 94
+    sessions.check()
+
+
+def test_names_of_keys_that_clients_invent_do_not_make_it_slow() -> None:
+    """Without keys the least recently used goes first, whatever its name."""
+    sessions = Sessions(5000, ttl_s=100.0)
+    for number in range(5001):
+        sessions.note(f"{number}/s", 1, 0.0)
+    sessions.check()
+    assert sessions.home("0/s", 0.0) is None
+    assert sessions.home("5000/s", 0.0) == 1
+
+
 def test_however_many_expire_at_once_none_has_a_home_any_more() -> None:
     """They leave the table by and by, and before any that has a home."""
     sessions = Sessions(10_000, ttl_s=5.0)
@@ -76,6 +103,7 @@ def test_the_table_stays_whole_and_bounded(turns: list[tuple[int, int, int]]) ->
     now_s = 0.0
     for name, replica, step_s in turns:
         now_s += step_s
-        sessions.note(str(name), replica, now_s)
+        session = f"{name % 3}/{name}" if name % 4 else str(name)
+        sessions.note(session, replica, now_s)
         sessions.check()
-        assert sessions.home(str(name), now_s) is not None
+        assert sessions.home(session, now_s) is not None

@@ -1,6 +1,7 @@
 """The picker behind a real Envoy, as clients and replicas see the two."""
 
 import asyncio
+import io
 import json
 import ssl
 from dataclasses import replace
@@ -15,14 +16,22 @@ from yarl import URL
 
 from cacheengine.launch.vllm_launch import free_ports
 from router.app import create_app
-from router.config.settings import AdmissionConfig, RatesConfig, ReplicaConfig
+from router.config.settings import AdmissionConfig, BreakerConfig, RatesConfig, ReplicaConfig
+from router.fleet.breaker import Circuit
 from router.gateway import messages
 from router.gateway.envoy_config import SUBSET, merge
 from router.policy import Policy
 from router.record.records import Cause, Outcome
 from tests.router.conftest import Running, Wait
 from tests.router.gateway.conftest import CHAT, RARELY, Change, Gateway, Settings, chat
-from tests.router.scripted import CHAT_ANSWER, chat_events, json_answer, scripted, stream
+from tests.router.scripted import (
+    CHAT_ANSWER,
+    chat_events,
+    cut_before_headers,
+    json_answer,
+    scripted,
+    stream,
+)
 from tests.router.staging.scripted_agent import ASK, running_agent
 from tests.servers import make_certificates
 from warmroute_common.admin_token import HEADER as _ADMIN_HEADER
@@ -123,6 +132,22 @@ async def test_a_whole_answer_tells_of_the_request(
     record = await picker.record()
     assert (record.cached_tokens, record.output_tokens, record.outcome) == (8, 1, Outcome.OK)
     assert picker.in_flight() == 0
+
+
+@pytest.mark.parametrize("change", [as_it_is, by_parts])
+async def test_bodies_at_the_picker_have_a_bound(
+    gateway: Gateway, client: aiohttp.ClientSession, change: Any
+) -> None:
+    """Those under way count, and what is parsed of them."""
+    gateway.one.will(json_answer(CHAT_ANSWER))
+    picker, _ = await gateway.both(change, max_body_bytes=2_000_000, max_bodies_bytes=1_000_000)
+    for size, status in ((1_500_000, 503), (700_000, 503), (300_000, 200), (300_000, 200)):
+        body = io.BytesIO(json.dumps(chat("x" * size)).encode())
+        async with client.post(picker.url + CHAT, data=body) as answer:
+            assert answer.status == status, await answer.text()
+            if status == 503:
+                assert "max_bodies_bytes" in (await answer.json())["error"]["message"]
+    assert picker.picker._processor._bodies.held_bytes == 0
 
 
 async def test_an_answer_has_each_of_our_headers_once(
@@ -477,7 +502,7 @@ async def test_a_defect_leaves_no_text_of_the_request_in_the_log(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def quoting(*args: object) -> NoReturn:
+    def quoting(*args: object, **named: object) -> NoReturn:
         raise ValueError(f"it begins with {'my'} {'secret'}")  # the trace has this very line
 
     monkeypatch.setattr(Policy, "parse", quoting)
@@ -532,6 +557,35 @@ async def test_only_paths_that_clients_may_reach_are_reachable(
         url = URL(picker.url + path, encoded=True)
         async with client.request(method, url, data=b"{}") as answer:
             assert answer.status != 404, (method, path)
+
+
+@pytest.mark.parametrize("change", [as_it_is, by_parts])
+async def test_a_request_that_breaks_replicas_reaches_two_and_opens_no_breaker(
+    gateway: Gateway, client: aiohttp.ClientSession, change: Any
+) -> None:
+    """A prompt that kills one engine kills the next one too: Envoy must not feed it to a third."""
+    async with scripted() as third:
+        upstreams = (gateway.one, gateway.two, third)
+        for each in upstreams:
+            each.will(cut_before_headers)
+        replicas = tuple(
+            ReplicaConfig(url=each.url, instance_id=f"r{at}") for at, each in enumerate(upstreams)
+        )
+        breaker = BreakerConfig(failures_in_a_row=2, open_s=60.0)
+        picker, _ = await gateway.both(change, replicas=replicas, retries=5, breaker=breaker)
+        for turn in range(8):
+            async with client.post(picker.url + CHAT, json=chat()) as answer:
+                assert answer.status == 503
+            await picker.record(turn + 1)
+            assert sum(len(each.seen) for each in upstreams) == 2 * (turn + 1)
+        states = {each.breaker.state for each in picker.parts.fleet.replicas.values()}
+        assert states == {Circuit.CLOSED}
+        await picker.picker.stop(0.0)
+        for each in upstreams:
+            each.seen.clear()
+        async with client.post(picker.url + CHAT, json=chat()) as answer:
+            assert answer.status == 503
+        assert sum(len(each.seen) for each in upstreams) <= 2
 
 
 @pytest.mark.parametrize("change", [as_it_is, by_parts])

@@ -15,7 +15,8 @@ from router.prompt.request_body import (
     parsed_bytes,
     prompt_fields,
     short_members,
-    with_model,
+    with_members,
+    with_new_member,
 )
 from warmroute_common.api_errors import BadRequestError
 
@@ -84,7 +85,7 @@ def test_only_short_members_are_read_of_other_bodies() -> None:
 def test_another_model_leaves_the_rest_as_it_was() -> None:
     deep = "[" * 300 + "1.10" + "]" * 300
     body = b'{"a": 1e2, "model" : "alias", "deep": %s, "s": "\\u00e9 "}' % deep.encode()
-    renamed = with_model(body, 'a "name"')
+    renamed = with_members(body, {"model": 'a "name"'})
     assert json.loads(renamed) == {**json.loads(body), "model": 'a "name"'}
     assert deep.encode() in renamed and b'"\\u00e9 "' in renamed and b"1e2" in renamed
 
@@ -104,3 +105,10 @@ def test_no_field_that_drafts_are_made_of_is_skipped() -> None:
     assert len(names) > 25
     body = dict.fromkeys(names, 1)
     assert prompt_fields(json.dumps(body).encode()) == body
+
+
+@pytest.mark.parametrize("body", [b"{}", b" { } ", b'{"a": 1.50}', b'\n{ "a":{}}'])
+def test_a_new_member_changes_no_other_byte_of_a_body(body: bytes) -> None:
+    made = with_new_member(body, "salt", 'a"b')
+    assert json.loads(made) == {"salt": 'a"b', **json.loads(body)}
+    assert made.endswith(body.partition(b"{")[2].lstrip())

@@ -195,5 +195,5 @@ async def test_an_expectation_that_is_no_text_is_refused(fleet: Fleet) -> None:
     writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nExpect: \xf7\r\n\r\n")
     answer = await reader.readuntil(b"}")
     writer.close()
-    assert answer.startswith(b"HTTP/1.1 400 "), answer
+    assert answer.startswith(b"HTTP/1.1 417 "), answer
     assert json.loads(answer.partition(b"\r\n\r\n")[2] + b"}")["error"]["type"]

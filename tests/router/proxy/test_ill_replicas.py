@@ -38,6 +38,113 @@ def hang(gate: asyncio.Event | None = None) -> Act:
     return stream(b"late", gates=(gate or asyncio.Event(),))
 
 
+# --- replicas that answer /health and compute nothing
+
+
+@pytest.mark.parametrize(
+    ("field", "why"),
+    [
+        ("is_sleeping", "it sleeps (/is_sleeping); POST /wake_up there wakes it"),
+        ("is_paused", "it is paused (/is_paused); POST /resume there ends that"),
+    ],
+)
+async def test_a_replica_that_stands_still_gets_nothing_until_it_computes_again(
+    fleet: Fleet, client: aiohttp.ClientSession, eventually: Wait, field: str, why: str
+) -> None:
+    """Requests to a sleeping vLLM hang without end, and its /health answers."""
+    fleet.one.standstill = {field: True}
+    router = await fleet.router(timeouts=QUICK)
+    fleet.one.will(hang())
+    assert {await ask(client, router) for _ in range(4)} == {(200, "two")}
+    async with client.get(f"{router.url}/replicas") as response:
+        told = {each["id"]: each for each in await response.json()}
+    assert (told["one"]["state"], told["one"]["why"]) == ("down", why)
+    assert told["one"]["breaker"] == "closed"
+    fleet.one.will(json_answer({"ok": True}))
+    fleet.one.standstill = {}
+    await eventually(lambda: router.parts.fleet.replicas["one"].state == "up")
+    assert {await ask(client, router) for _ in range(2)} == {(200, "one"), (200, "two")}
+
+
+async def test_the_gauge_of_sleep_counts_where_the_endpoints_are_hidden(
+    fleet: Fleet, eventually: Wait
+) -> None:
+    gauge = 'vllm:engine_sleep_state{engine="0",model_name="m",sleep_state="awake"} '
+    fleet.one.metrics = gauge + "0.0\n"
+    router = await fleet.router(timeouts=QUICK)
+    replica = router.parts.fleet.replicas["one"]
+    await eventually(lambda: replica.state == "down" and "it sleeps" in replica.why_down)
+    fleet.one.metrics = gauge + "1.0\n"
+    await eventually(lambda: replica.state == "up")
+
+
+async def test_requests_that_wait_at_a_replica_when_it_falls_asleep_are_sent_elsewhere(
+    fleet: Fleet, client: aiohttp.ClientSession
+) -> None:
+    """No breaker counts that: the replica was told to sleep."""
+    fleet.one.standstill = {}
+    fleet.one.will(hang())
+    router = await fleet.router(timeouts=QUICK)
+    asked = asyncio.create_task(ask(client, router))
+    await fleet.one.arrived.wait()
+    fleet.one.standstill = {"is_sleeping": True}
+    assert await asked == (200, "two")
+    record = await router.record()
+    assert [each.cause for each in record.failed_tries] == [Cause.HUNG]
+    one = router.parts.fleet.replicas["one"]
+    assert not one.breaker._in_a_row
+
+
+COMPUTED = "vllm:num_requests_running 1.0\nvllm:prompt_tokens_total 100.0\n"
+
+
+@pytest.fixture
+def soon_overdue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.fleet.in_flight._LEAST_OVERDUE_S", 0.05)
+    monkeypatch.setattr("router.feeds.health_monitor._STUCK_S", 0.0)
+    monkeypatch.setattr("router.app._TICK_S", 0.02)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/files"])
+@pytest.mark.usefixtures("soon_overdue")
+async def test_a_replica_that_computes_nothing_does_not_hold_requests_without_end(
+    fleet: Fleet, client: aiohttp.ClientSession, eventually: Wait, path: str
+) -> None:
+    """Its engine hangs, and its server does not know: neither its tokens nor its KV change.
+
+    What may be repeated is answered by another replica; the rest gets 504.
+    """
+    fleet.one.metrics = COMPUTED
+    fleet.one.will(hang())
+    router = await fleet.router(timeouts=QUICK)
+    async with client.post(router.url + path, json=ASK) as response:
+        assert response.status == (200 if path == CHAT else 504)
+    record = await router.record()
+    assert [each.cause for each in record.failed_tries] == [Cause.TIMEOUT]
+    one = router.parts.fleet.replicas["one"]
+    assert one.state == "down"
+    assert "computes nothing" in one.why_down
+    fleet.one.metrics = COMPUTED.replace("100", "101")
+    await eventually(lambda: one.state == "up")
+
+
+@pytest.mark.usefixtures("soon_overdue")
+async def test_an_overdue_request_is_left_where_tokens_are_computed(
+    fleet: Fleet, client: aiohttp.ClientSession, eventually: Wait
+) -> None:
+    """A whole answer may take many minutes; so may a prompt behind those of other clients."""
+    gate = asyncio.Event()
+    fleet.one.will(stream(*chat_events("a"), gates=(gate,)))
+    router = await fleet.router(timeouts=QUICK)
+    asked = asyncio.create_task(ask(client, router))
+    fleet.one.metrics = COMPUTED.replace("100", "{looks}")
+    looks = fleet.one.looks
+    await eventually(lambda: fleet.one.looks >= looks + 10)
+    assert router.parts.fleet.replicas["one"].state == "up"
+    gate.set()
+    assert await asked == (200, "one")
+
+
 # --- replicas that hang
 
 
@@ -69,7 +176,7 @@ async def test_a_stream_that_has_begun_there_is_left_alone(
     async with client.post(router.url + CHAT, json=ASK) as response:
         await response.content.readany()
         fleet.one.silent = True
-        await eventually(lambda: router.parts.fleet.replicas["one"].is_silent)
+        await eventually(lambda: router.parts.fleet.replicas["one"].stall == "silent")
         end.set()
         assert b"[DONE]" in await response.read()
     assert (await router.record()).outcome is Outcome.OK
@@ -101,7 +208,7 @@ async def test_a_request_goes_on_waiting_while_no_other_replica_is_up(
     asked = asyncio.create_task(ask(client, router))
     await fleet.one.arrived.wait()
     fleet.one.silent = True
-    await eventually(lambda: router.parts.fleet.replicas["one"].is_silent)
+    await eventually(lambda: router.parts.fleet.replicas["one"].stall == "silent")
     assert len(router.parts.waits) == 1
     fleet.two.healthy = True
     assert await asked == (200, "two")
@@ -118,7 +225,7 @@ async def test_what_may_not_be_repeated_goes_on_waiting(
     asked = asyncio.create_task(client.post(f"{router.url}/v1/files", data=b"x"))
     await fleet.one.arrived.wait()
     fleet.one.silent = True
-    await eventually(lambda: router.parts.fleet.replicas["one"].is_silent)
+    await eventually(lambda: router.parts.fleet.replicas["one"].stall == "silent")
     gate.set()
     async with await asked as response:
         assert await response.read() == b"late"

@@ -66,9 +66,9 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     seen: list[bool] = []
     parse = Policy.parse
 
-    def parsed(*given: Any) -> ParsedRequest:
+    def parsed(*given: Any, **named: Any) -> ParsedRequest:
         seen.append(threading.current_thread() is threading.main_thread())
-        return parse(*given)
+        return parse(*given, **named)
 
     monkeypatch.setattr(Policy, "parse", parsed)
     return seen

@@ -27,8 +27,8 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[object]]:
     seen: list[weakref.ref[object]] = []
     read, parse = PromptReader.read, Policy.parse
 
-    def parsed(*given: Any) -> ParsedRequest:
-        asked = parse(*given)
+    def parsed(*given: Any, **named: Any) -> ParsedRequest:
+        asked = parse(*given, **named)
         seen.append(weakref.ref(asked))
         return asked
 
