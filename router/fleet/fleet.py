@@ -20,6 +20,7 @@ from router.index.kv_events import (
     BlocksStored,
     FirstBlocks,
     GpuCleared,
+    GroupChanged,
     KvBatch,
     KvEvent,
 )
@@ -311,6 +312,9 @@ class Fleet:
         match event:
             case GpuCleared():
                 self.index.forget(replica.slot, (KvTier.GPU,))
+            case GroupChanged():
+                self.index.forget(replica.slot, replica.event_tiers)
+                replica.shape_checked = False
             case BlocksStored(tier, keys, parent) if tier in tiers:
                 self.index.add(replica.slot, tier, keys, parent=parent, counted=True)
                 if tier is KvTier.GPU:
