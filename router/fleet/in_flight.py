@@ -63,6 +63,9 @@ NEXT_PHASE: Final[Mapping[tuple[Phase, PhaseEvent], Phase]] = MappingProxyType(
 _SHARED_AT_ONCE: Final = 16
 """First measurements of a replica that count for the others at once, and not at the next tick: an
 unknown replica would look faster than this one."""
+_CLEARLY_TOKENS: Final = 256
+"""An answer contradicts the index if more tokens, and more than a block, were computed than should
+have been: vLLM computes up to a block that it holds."""
 _WAITING: Final = frozenset({Phase.FETCHING, Phase.PREFILLING})
 """Phases before the first token."""
 
@@ -93,7 +96,9 @@ class Ticket:
         picked = decision.picked
         self.replica = replica = picked.replica
         self.trial = trial
-        self.last_block = picked.keys.keys[-1] if picked.keys.chain else None
+        self._blocks = picked.keys.keys if picked.keys.chain else ()
+        self._block_tokens = picked.keys.block_tokens
+        self.last_block = self._blocks[-1] if self._blocks else None
         """Key of the prompt's last whole block; None if no KV event can report it."""
         self._work = picked.work
         self._kv = picked.kv
@@ -102,6 +107,9 @@ class Ticket:
         self._replicas = replicas
         self._index = index
         self._speculative = speculative
+        self._prompt_tokens = decision.prompt_tokens
+        self._first_unknown = next(iter(speculative.keys), None) if speculative else None
+        """The first key that the GPU was not known to hold when the request was sent."""
         self._prefills = None if decision.streamed else prefills
         self._is_tracked = False
         self._weights = weights
@@ -174,6 +182,7 @@ class Ticket:
         now_s: float,
         *,
         ok: bool,
+        prompt_tokens: int | None = None,
         cached_tokens: int | None = None,
         output_tokens: int | None = None,
     ) -> None:
@@ -191,6 +200,8 @@ class Ticket:
             if self._speculative is not None:
                 self._index.withdraw(self._speculative)
         elif ok:
+            if cached_tokens is not None and prompt_tokens == self._prompt_tokens:
+                self._compare_with_index(cached_tokens)
             ttft_s = self._ttft_s
             if ttft_s is None and output_tokens == 1:
                 # The duration of a longer answer is not used: the time per token contains
@@ -275,6 +286,20 @@ class Ticket:
             was_used = rates.note_alone(work, ttft_s - self._lag_s)
             if was_used and rates.measured_on(CostPart.PREFILL) <= _SHARED_AT_ONCE:
                 self._replicas.share_rates(rates)
+
+    def _compare_with_index(self, cached_tokens: int) -> None:
+        """Correct the index where the replica computed what its GPU was known to hold.
+
+        Only of a replica that publishes KV events this number is known to mean vLLM's cache hits.
+        """
+        blocks, block_tokens = self._blocks, self._block_tokens
+        if not (self.replica.has_events and blocks):
+            return
+        first_unknown = self._first_unknown
+        known = len(blocks) if first_unknown is None else blocks.index(first_unknown)
+        if known * block_tokens - cached_tokens > max(_CLEARLY_TOKENS, block_tokens):
+            cached = -(-cached_tokens // block_tokens)
+            self._index.contradicted(self.replica.slot, blocks[cached:known])
 
     def __repr__(self) -> str:
         return f"<Ticket {self.replica.id} {self.phase}>"

@@ -318,6 +318,8 @@ _EVICTED_PART: Final = 8
 so none loses all while others, hardly smaller, lose nothing. Each costs a walk over its keys."""
 _KEYS_PER_TICK: Final = 10_000
 """Keys whose claims end, and keys whose bits are cleared, in one `tick`: some 10 ms each."""
+_MAX_CONTRADICTED: Final = 256
+"""Answers from one `tick` to the next that correct the index; the latest count."""
 _KEYS_PER_CLAIM: Final = 12
 """Ending a speculative entry costs as much as this many keys, besides its own."""
 
@@ -339,6 +341,8 @@ class PrefixIndex:
         self._held: dict[int, dict[KvTier, dict[int, int | None]]] = {}
         # Copies besides the first, of the few keys that have any.
         self._copies: dict[tuple[int, KvTier], dict[int, int]] = {}
+        self._contradicted: deque[tuple[int, Sequence[int]]] = deque(maxlen=_MAX_CONTRADICTED)
+        self._to_correct = self._contradicted.copy()
         self._claims = SpeculativeEntries()
         # On the GPU: known or believed. Lower: in any of the other tiers.
         self._on_gpu = Holders()
@@ -417,6 +421,23 @@ class PrefixIndex:
         else:
             self._clear_bits(replica, tier, gone)
 
+    def contradicted(self, replica: int, keys: Sequence[int]) -> None:
+        """Note that a replica has computed keys that its GPU was known to hold: it did not.
+
+        Too many copies were counted: vLLM also reports blocks that are reused, if a request wants
+        it. From the next but one `tick` on, when the events of the computing have arrived, one copy
+        counts.
+        """
+        self._contradicted.append((replica, keys))
+
+    def _correct(self) -> None:
+        for replica, keys in self._to_correct:
+            if copies := self._copies.get((replica, KvTier.GPU)):
+                for key in keys:
+                    copies.pop(key, None)
+        self._to_correct.clear()
+        self._to_correct, self._contradicted = self._contradicted, self._to_correct
+
     def forget(self, replica: int, tiers: Collection[KvTier] | None = None) -> None:
         """Drop all that is known of a replica, or of these tiers of it, at once.
 
@@ -490,7 +511,9 @@ class PrefixIndex:
         return not self._stale_replicas >> replica & 1
 
     def tick(self, now_s: float) -> None:
-        """Do what is left to do of `expire` and `sweep`, a bounded part; to be called often."""
+        """Do what is left to do of `expire` and `sweep`, a bounded part, and correct what answers
+        contradicted; to be called about once a second."""
+        self._correct()
         self.expire(now_s, _KEYS_PER_TICK)
         self.sweep(_KEYS_PER_TICK)
 

@@ -398,6 +398,66 @@ def test_removed_and_cleared_blocks_are_gone() -> None:
     assert place(fleet, prompt).matched_tokens == {}
 
 
+@pytest.mark.parametrize(
+    ("usage", "is_corrected"),
+    [
+        ({"cached_tokens": 0, "prompt_tokens": 2000}, True),
+        ({"cached_tokens": 1600, "prompt_tokens": 2000}, True),
+        ({"cached_tokens": 1984, "prompt_tokens": 2000}, False),
+        ({"cached_tokens": 0, "prompt_tokens": 2048}, False),  # those of other prompts, too
+        ({"cached_tokens": 0}, False),
+        ({"prompt_tokens": 2000}, False),
+    ],
+)
+def test_what_an_answer_contradicts_is_corrected(usage: dict[str, int], is_corrected: bool) -> None:
+    """Events report blocks that are reused like new ones if a request wants it
+    (`kv_cache_report_mode`): the one removal that follows does not end them."""
+    fleet, prompt = make_fleet(1), tokens(2000)
+    keys = blocks(prompt)
+    for event in (BlocksStored, BlocksStored, BlocksStored, BlocksRemoved):
+        fleet.apply_kv("r0", KvBatch(0, 0.0, [event(KvTier.GPU, keys)]), 0.0)
+    ticket = fleet.start(place(fleet, prompt), 0.0)
+    ticket.first_byte(1.0)
+    ticket.finish(2.0, ok=True, **usage)
+    fleet.tick(2.0)
+    stored(fleet, "r0", KvTier.GPU, keys)  # it arrives after the answer
+    fleet.tick(3.0)
+    fleet.tick(4.0)
+    fleet.index.check()
+    assert place(fleet, prompt, 4.0).matched_tokens == {KvTier.GPU: 2000}
+    fleet.apply_kv("r0", KvBatch(0, 0.0, [BlocksRemoved(KvTier.GPU, keys)]), 4.0)
+    lost = usage.get("cached_tokens", 2000) if is_corrected else 2000
+    assert place(fleet, prompt, 4.0).matched_tokens == ({KvTier.GPU: lost} if lost else {})
+
+
+def test_equal_prompts_that_are_computed_at_once_contradict_nothing() -> None:
+    """Each of their copies is there until it is removed."""
+    fleet, prompt = make_fleet(1), tokens(2000)
+    tickets = [fleet.start(place(fleet, prompt), 0.0) for _ in range(2)]
+    for ticket in tickets:
+        stored(fleet, "r0", KvTier.GPU, blocks(prompt))
+        ticket.first_byte(1.0)
+        ticket.finish(2.0, ok=True, cached_tokens=0, prompt_tokens=2000)
+    fleet.tick(3.0)
+    fleet.tick(4.0)
+    fleet.apply_kv("r0", KvBatch(0, 0.0, [BlocksRemoved(KvTier.GPU, blocks(prompt))]), 4.0)
+    assert place(fleet, prompt, 4.0).matched_tokens == {KvTier.GPU: 2000}
+
+
+def test_without_kv_events_cached_tokens_may_mean_anything() -> None:
+    fleet, prompt = make_fleet(1), tokens(2000)
+    for _ in range(3):
+        stored(fleet, "r0", KvTier.GPU, blocks(prompt))
+    fleet.replicas["r0"].has_events = False
+    ticket = fleet.start(place(fleet, prompt), 0.0)
+    ticket.first_byte(1.0)
+    ticket.finish(2.0, ok=True, cached_tokens=0, prompt_tokens=2000)
+    fleet.tick(3.0)
+    fleet.tick(4.0)
+    fleet.apply_kv("r0", KvBatch(0, 0.0, [BlocksRemoved(KvTier.GPU, blocks(prompt))]), 4.0)
+    assert place(fleet, prompt, 4.0).matched_tokens == {KvTier.GPU: 2000}
+
+
 def test_a_replica_that_tells_nothing_is_remembered_by_text() -> None:
     fleet, prompt = make_fleet(agents=False), text(8192)
     first = place(fleet, prompt)

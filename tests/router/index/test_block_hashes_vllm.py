@@ -150,3 +150,24 @@ def test_a_hybrid_models_prompts_are_matched(
         whole = len(tokens) // max(size for kind, size in groups if kind == "full")
         matched = place(fleet, GivenPrompt(token_ids=tokens)).matched_tokens
         assert matched == {KvTier.GPU: whole * dict(groups)["full"]}
+
+
+def test_a_client_cannot_make_blocks_outlive_their_eviction(theirs: dict[str, Any]) -> None:
+    """Each report of reused blocks looks like a copy of them; the next answer shows the truth."""
+    fleet, reader = make_fleet(1, agents=False), KvEventReader()
+    fleet.following_kv("r0")
+    believed = []
+    for number, (cached_tokens, message) in enumerate(theirs["reported"]):
+        decision = place(fleet, GivenPrompt(TOKENS), float(number))
+        if number == 4:
+            believed.append(decision.matched_tokens)
+            ticket = fleet.start(decision, float(number))
+            ticket.first_byte(float(number))
+            used = {"prompt_tokens": len(TOKENS), "cached_tokens": cached_tokens}
+            ticket.finish(float(number), ok=True, **used)
+        fleet.apply_kv("r0", reader.read(number, bytes.fromhex(message)), float(number))
+        fleet.tick(float(number))
+        fleet.tick(float(number))
+    believed.append(place(fleet, GivenPrompt(TOKENS), 6.0).matched_tokens)
+    assert [cached for cached, _ in theirs["reported"]] == [0, 992, 992, 0, 0, 0]
+    assert believed == [{KvTier.GPU: 992}, {}], "wrong once, then corrected"

@@ -2,7 +2,8 @@
 
 A process of its own. Prints one JSON object: by algorithm, for each case its block
 hashes and its KV event's message, both in hex; the entries of ``/v1/models``; the
-adapters used; and for each hybrid model the messages of its `KVCacheManager`.
+adapters used; for each hybrid model the messages of its `KVCacheManager`; and those of
+a prompt whose reused blocks are reported.
 """
 
 import asyncio
@@ -64,33 +65,54 @@ def spec(kind: str, block_tokens: int) -> KVCacheSpec:
     return FullAttentionSpec(block_size=block_tokens, **shape)
 
 
-def hybrid(groups: list[tuple[str, int]], prompts: list[list[int]]) -> list[str]:
-    """Return what a hybrid model publishes of prompts: its messages in hex, one a prompt."""
-    hasher = get_hash_fn_by_name("sha256")
-    kv_cache_utils.init_none_hash(hasher)
-    sizes = [size for _, size in groups]
-    specs = [KVCacheGroupSpec([f"layer{at}"], spec(*each)) for at, each in enumerate(groups)]
-    config = KVCacheConfig(num_blocks=500, kv_cache_tensors=[], kv_cache_groups=specs)
-    manager = KVCacheManager(
-        config,
-        max_model_len=4096,
-        scheduler_block_size=math.lcm(*sizes),
-        hash_block_size=math.gcd(*sizes),
-        enable_kv_cache_events=True,
-    )
-    messages = []
-    for number, tokens in enumerate(prompts):
-        request = Request(
-            request_id=f"r{number}",
-            prompt_token_ids=tokens,
-            sampling_params=SamplingParams(max_tokens=1),
-            pooling_params=None,
-            block_hasher=kv_cache_utils.get_request_block_hasher(math.gcd(*sizes), hasher),
+class Engine:
+    """A `KVCacheManager` with these cache groups, and its messages in hex."""
+
+    def __init__(self, groups: list[tuple[str, int]], num_blocks: int) -> None:
+        sizes = [size for _, size in groups]
+        hasher = get_hash_fn_by_name("sha256")
+        kv_cache_utils.init_none_hash(hasher)
+        self._hasher = kv_cache_utils.get_request_block_hasher(math.gcd(*sizes), hasher)
+        specs = [KVCacheGroupSpec([f"layer{at}"], spec(*each)) for at, each in enumerate(groups)]
+        self._manager = KVCacheManager(
+            KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=specs),
+            max_model_len=4096,
+            scheduler_block_size=math.lcm(*sizes),
+            hash_block_size=math.gcd(*sizes),
+            enable_kv_cache_events=True,
         )
-        assert manager.allocate_slots(request, len(tokens)) is not None
-        batch = KVEventBatch(ts=1.0, events=manager.take_events())
-        messages.append(msgspec.msgpack.encode(batch).hex())
-    return messages
+
+    def ask(self, tokens: list[int], **more: str) -> tuple[int, str]:
+        """Compute a prompt; return how many of its tokens were cached, and the message."""
+        request = Request(
+            request_id="r",
+            prompt_token_ids=tokens,
+            sampling_params=SamplingParams(max_tokens=1, extra_args=dict(more)),
+            pooling_params=None,
+            block_hasher=self._hasher,
+        )
+        blocks, cached, _ = self._manager.get_computed_blocks(request)
+        new = len(tokens) - cached
+        assert self._manager.allocate_slots(request, new, cached, blocks) is not None
+        self._manager.free(request)
+        batch = KVEventBatch(ts=1.0, events=self._manager.take_events())
+        return cached, msgspec.msgpack.encode(batch).hex()
+
+
+def hybrid(groups: list[tuple[str, int]], prompts: list[list[int]]) -> list[str]:
+    """Return what a hybrid model publishes of prompts, one message each."""
+    engine = Engine(groups, num_blocks=500)
+    return [engine.ask(tokens)[1] for tokens in prompts]
+
+
+def reported(prompt: list[int]) -> list[tuple[int, str]]:
+    """Return cached tokens and message of each request: a prompt, it with its reused blocks
+    reported, others that evict it, and the same two again."""
+    engine = Engine([("full", BLOCK)], num_blocks=len(prompt) // BLOCK + 2)
+    full = {"kv_cache_report_mode": "full"}
+    other = [1 + token for token in prompt]
+    each = [(prompt, {}), (prompt, full), (prompt, full), (other, {}), (prompt, {}), (other, {})]
+    return [engine.ask(tokens, **more) for tokens, more in each]
 
 
 def answers(algorithm: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -148,6 +170,7 @@ def main() -> None:
         "models": entries,
         "used": [used(models, body) for body in question["bodies"]],
         "hybrids": [hybrid(each, question["prompts"]) for each in question["hybrids"]],
+        "reported": reported(question["cases"][0]["tokens"]),
     }
     sys.stdout.write(json.dumps(said) + "\n")
 
