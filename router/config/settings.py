@@ -208,7 +208,7 @@ class SessionConfig:
     max_sessions: int = setting(100_000, at_least=1)
     """Sessions remembered. Beyond that the least recently used ones are forgotten."""
     ttl_s: float = setting(3600.0, above=0)
-    """How long a session is remembered after its last request."""
+    """How long a session is remembered after the end of its last answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +220,7 @@ class IndexConfig:
     50,000 per replica and at least 4,000,000. Beyond that the ends of the prompts that were not
     used for longest are dropped."""
     speculative_ttl_s: float = setting(30.0, above=0)
-    """How long the prefix of a routed request counts as held before an event confirms it."""
+    """How long after an answer's end its prompt counts as held, unless events confirm it."""
     history_ttl_s: float = setting(600.0, above=0)
     """The same for replicas that publish no events."""
 

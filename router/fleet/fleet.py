@@ -113,10 +113,10 @@ class Fleet:
         """Count a request as in flight, and its prompt as arriving on its replica's GPU."""
         replica, keys = decision.picked.replica, decision.picked.keys
         speculative = None
+        ttl_s = self._speculative_ttl_s(replica, by_tokens=bool(keys.chain))
         if keys.keys and not replica.is_removed:
             self.index.use(replica.slot, keys.keys, keys.chunk_keys)
-            ttl_s = self._speculative_ttl_s(replica, by_tokens=bool(keys.chain))
-            speculative = self.index.believe(replica.slot, keys.keys, now_s + ttl_s)
+            speculative = self.index.believe(replica.slot, keys.keys)
         if (session := decision.session) is not None:
             if self.home(session, now_s) is None:
                 self.sessions.forget(session)  # its home may have been removed
@@ -128,7 +128,9 @@ class Fleet:
             now_s,
             replicas=self.replicas,
             index=self.index,
+            sessions=self.sessions,
             speculative=speculative,
+            speculative_ttl_s=ttl_s,
             prefills=self.prefills,
             weights=self.weights,
             trial=self.replicas.begin(replica, now_s),
@@ -147,7 +149,10 @@ class Fleet:
         return replica is not None and self.replicas.take_back_failure(replica, now_s)
 
     def _speculative_ttl_s(self, replica: Replica, *, by_tokens: bool) -> float:
-        """Return how long a speculative entry holds; KV events never confirm one by text."""
+        """Return how long a speculative entry holds after its answer's end.
+
+        KV events never confirm one by text.
+        """
         index = self.config.index
         confirmed = replica.has_events and by_tokens
         return index.speculative_ttl_s if confirmed else index.history_ttl_s

@@ -18,6 +18,7 @@ from router.config.cost_weights import CostWeights
 from router.fleet.cost_model import CostPart
 from router.fleet.decision import Decision
 from router.fleet.replica import Replicas
+from router.fleet.sessions import Sessions
 from router.index.prefix_index import PrefixIndex, SpeculativeEntry
 
 
@@ -83,12 +84,15 @@ class Ticket:
         *,
         replicas: Replicas,
         index: PrefixIndex,
+        sessions: Sessions,
         speculative: SpeculativeEntry | None,
+        speculative_ttl_s: float,
         prefills: "PrefillTracker",
         weights: CostWeights,
         trial: int = 0,
     ) -> None:
-        """``speculative`` is what the index assumes to be stored by this request.
+        """``speculative`` is what the index assumes to be stored by this request: until
+        ``speculative_ttl_s`` after its end.
 
         ``trial`` is its number as a trial of a replica whose breaker is half open, 0 if it is not
         a trial.
@@ -106,7 +110,10 @@ class Ticket:
         self._predicted_ttft_s = decision.predicted_ttft_s
         self._replicas = replicas
         self._index = index
+        self._session = decision.session
+        self._sessions = sessions
         self._speculative = speculative
+        self._speculative_ttl_s = speculative_ttl_s
         self._prompt_tokens = decision.prompt_tokens
         self._first_unknown = next(iter(speculative.keys), None) if speculative else None
         """The first key that the GPU was not known to hold when the request was sent."""
@@ -194,6 +201,12 @@ class Ticket:
             return
         if self.trial:
             self._replicas.end_trial(self.replica, self.trial)
+        if self._has_begun:
+            # Both last from the end of an answer on: it may take longer than they do.
+            if self._speculative is not None:
+                self._index.set_end(self._speculative, now_s + self._speculative_ttl_s)
+            if self._session is not None and not self.replica.is_removed:
+                self._sessions.answered(self._session, self.replica.serial, now_s)
         if not self._has_begun:
             # Nothing was computed, as far as known: the index must not draw this request, which
             # may be sent elsewhere now, back to this replica.

@@ -246,7 +246,8 @@ class SpeculativeEntries:
     def __init__(self) -> None:
         self._by_replica: dict[int, dict[int, SpeculativeEntry]] = {}
         self._by_end: list[tuple[float, int, SpeculativeEntry]] = []
-        self._made = 0
+        self._open: dict[SpeculativeEntry, None] = {}
+        self._timed = 0
         self._keys = 0
 
     def __len__(self) -> int:
@@ -260,22 +261,32 @@ class SpeculativeEntries:
         """
         return self._by_replica.setdefault(replica, {})
 
-    def add(self, replica: int, keys: Sequence[int], until_s: float) -> SpeculativeEntry:
-        """Claim keys until a time."""
+    def add(self, replica: int, keys: Sequence[int]) -> SpeculativeEntry:
+        """Claim keys, without an end."""
         believed = self.of(replica)
         claim = SpeculativeEntry(replica, keys, tuple(takewhile(bool, map(believed.get, keys))))
         if keys:
             believed.update(dict.fromkeys(keys, claim))
-            self._made += 1
-            heapq.heappush(self._by_end, (until_s, self._made, claim))
+            self._open[claim] = None
             self._keys += len(keys)
         return claim
 
-    def pop(self, now_s: float = inf) -> SpeculativeEntry | None:
+    def set_end(self, claim: SpeculativeEntry, until_s: float) -> None:
+        """Have a claim end at a time, unless it has an end already."""
+        if claim in self._open:
+            del self._open[claim]
+            self._timed += 1
+            heapq.heappush(self._by_end, (until_s, self._timed, claim))
+
+    def pop(self, now_s: float) -> SpeculativeEntry | None:
         """Take out the claim whose time is over first, if it is over by now; `end` it then."""
         if self._by_end and self._by_end[0][0] <= now_s:
             return heapq.heappop(self._by_end)[2]
         return None
+
+    def pop_first(self) -> SpeculativeEntry | None:
+        """Take out the claim that ends first, or the oldest without an end; `end` it then."""
+        return self.pop(inf) or next(iter(self._open), None)
 
     def end(self, claim: SpeculativeEntry) -> list[int]:
         """End a claim; return the keys that no other one is left on."""
@@ -289,6 +300,7 @@ class SpeculativeEntries:
             else:
                 del believed[key]
                 ended.append(key)
+        self._open.pop(claim, None)
         self._keys -= len(claim.keys)
         claim.keys = claim.former = ()
         return ended
@@ -303,7 +315,7 @@ class SpeculativeEntries:
 
     def check(self) -> None:
         """Raise AssertionError if the claims contradict each other."""
-        claims = {id(claim): claim for _, _, claim in self._by_end}
+        claims = {id(claim): claim for claim in (*self._open, *(each for *_, each in self._by_end))}
         assert self._keys == sum(len(claim.keys) for claim in claims.values())
         for replica, believed in self.items():
             for key, claim in believed.items():
@@ -455,18 +467,26 @@ class PrefixIndex:
         # Keys that were believed count twice now: in their claims, and as to be swept.
         self._make_room()
 
-    def believe(self, replica: int, keys: Sequence[int], until_s: float) -> SpeculativeEntry:
-        """Count keys as held on the GPU until a time: they are being computed there.
+    def believe(
+        self, replica: int, keys: Sequence[int], until_s: float | None = None
+    ) -> SpeculativeEntry:
+        """Count keys as held on the GPU until a time (or `set_end`): they are being computed there.
 
         A later claim on the same key takes its place until it ends; those known
         to be there need none.
         """
         if known := self._held.get(replica, {}).get(KvTier.GPU):
             keys = list(filterfalse(known.__contains__, keys))
-        claim = self._claims.add(replica, keys, until_s)
+        claim = self._claims.add(replica, keys)
         self._on_gpu.add(replica, keys)
+        if until_s is not None:
+            self.set_end(claim, until_s)
         self._make_room()
         return claim
+
+    def set_end(self, claim: SpeculativeEntry, until_s: float) -> None:
+        """Have a claim end at a time, unless it has an end already."""
+        self._claims.set_end(claim, until_s)
 
     def use(self, replica: int, keys: Sequence[int], chunks: Sequence[int]) -> None:
         """Note that a request uses what a replica holds of a prompt: that is evicted last.
@@ -619,7 +639,7 @@ class PrefixIndex:
             return
         target = self.max_keys - self.max_keys // _EVICTION_SLACK
         self.sweep(len(self) - target)
-        while len(self) > target and (claim := self._claims.pop()) is not None:
+        while len(self) > target and (claim := self._claims.pop_first()) is not None:
             self.evicted += len(claim.keys)
             self.withdraw(claim)
         while (count := len(self) - target) > 0:

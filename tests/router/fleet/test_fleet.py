@@ -161,8 +161,8 @@ def test_a_claim_is_confirmed_by_events_and_then_outlives_its_time() -> None:
     stored(fleet, name, KvTier.GPU, blocks(prompt)[:20])
     ticket.first_byte(1.0)
     ticket.finish(2.0, ok=True)
-    fleet.tick(31.0)
-    assert place(fleet, prompt, 31.0).matched_tokens == {KvTier.GPU: 320}
+    fleet.tick(32.0)
+    assert place(fleet, prompt, 32.0).matched_tokens == {KvTier.GPU: 320}
 
 
 def test_a_request_that_failed_withdraws_its_claim() -> None:
@@ -472,8 +472,30 @@ def test_a_replica_that_tells_nothing_is_remembered_by_text() -> None:
     assert again.matched_tokens == {KvTier.GPU: 2048}
     longer = GivenPrompt(None, "a" * 8192 + "b" * 5000)
     assert place(fleet, longer, 600.0).matched_tokens == {KvTier.GPU: 2048}
-    fleet.tick(601.0)
-    assert place(fleet, prompt, 601.0).matched_tokens == {}
+    fleet.tick(602.0)
+    assert place(fleet, prompt, 602.0).matched_tokens == {}
+
+
+@pytest.mark.parametrize("has_events", [False, True])
+def test_a_belief_and_a_home_last_from_the_answers_end(has_events: bool) -> None:
+    fleet, prompt = make_fleet(agents=has_events), tokens(640) if has_events else text(8192)
+    replica = fleet.replicas["r1"]
+    index, sessions = fleet.config.index, fleet.config.sessions
+    ttl_s = index.speculative_ttl_s if has_events else index.history_ttl_s
+    ticket = fleet.start(place(fleet, prompt, session="s", among=("r1",)), 0.0)
+    ticket.first_byte(1.0)
+    ended_s = 2 * sessions.ttl_s
+    fleet.start(place(fleet, None, session="other", among=("r0",)), ended_s - 1.0)
+    fleet.tick(ended_s - 1.0)
+    assert place(fleet, prompt, ended_s - 1.0).replica_id == "r1"
+    ticket.finish(ended_s, ok=True)
+    for now_s, believed in ((ended_s + ttl_s - 1.0, True), (ended_s + ttl_s, False)):
+        fleet.tick(now_s)
+        assert bool(fleet.index.believed(replica.slot)) is believed
+    fleet.index.check()
+    fleet.sessions.check()
+    assert fleet.home("s", ended_s + sessions.ttl_s - 1.0) is replica
+    assert fleet.home("s", ended_s + sessions.ttl_s) is None
 
 
 def test_a_silent_replica_that_was_down_may_come_back_empty() -> None:

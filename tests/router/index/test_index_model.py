@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from math import inf
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -89,13 +90,18 @@ class IndexMachine(RuleBasedStateMachine):
         if tiers is None or KvTier.GPU in tiers:
             self.drop_belief(replica, CHAIN)
 
-    @rule(replica=REPLICAS, length=st.integers(1, len(CHAIN)), ttl_s=st.integers(1, 5))
-    def believe(self, replica: int, length: int, ttl_s: int) -> None:
+    @rule(
+        replica=REPLICAS,
+        length=st.integers(1, len(CHAIN)),
+        ttl_s=st.integers(1, 5) | st.none(),
+    )
+    def believe(self, replica: int, length: int, ttl_s: int | None) -> None:
         keys = CHAIN[:length]
-        claim = self.index.believe(replica, keys, self.now_s + ttl_s)
+        until_s = None if ttl_s is None else self.now_s + ttl_s
+        claim = self.index.believe(replica, keys, until_s)
         self.former[claim] = self.holders(replica, keys)
         self.drop_belief(replica, keys)  # the later claim takes over
-        self.claims.append((claim, replica, set(keys), self.now_s + ttl_s))
+        self.claims.append((claim, replica, set(keys), inf if until_s is None else until_s))
 
     def holders(self, replica: int, keys: Sequence[int]) -> dict[int, set[int]]:
         """Return the claims, if any, on those keys that need one, up to the first that has none."""
@@ -114,6 +120,15 @@ class IndexMachine(RuleBasedStateMachine):
             claim, *_ = ended = self.claims.pop(which % len(self.claims))
             self.index.withdraw(claim)
             self.give_back(ended)
+
+    @rule(which=st.integers(0, 20), ttl_s=st.integers(1, 5))
+    def set_end(self, which: int, ttl_s: int) -> None:
+        if self.claims:
+            claim, replica, keys, until_s = self.claims.pop(which % len(self.claims))
+            if until_s == inf:
+                until_s = self.now_s + ttl_s
+                self.index.set_end(claim, until_s)
+            self.claims.append((claim, replica, keys, until_s))
 
     @rule(step_s=st.integers(0, 3))
     def expire(self, step_s: int) -> None:
@@ -177,10 +192,14 @@ class BoundedMachine(RuleBasedStateMachine):
     def add(self, replica: int, tier: KvTier, keys: list[int]) -> None:
         self.index.add(replica, tier, keys)
 
-    @rule(replica=REPLICAS, keys=st.lists(st.integers(0, 60), max_size=30, unique=True))
-    def believe(self, replica: int, keys: list[int]) -> None:
+    @rule(
+        replica=REPLICAS,
+        keys=st.lists(st.integers(0, 60), max_size=30, unique=True),
+        ends=st.booleans(),
+    )
+    def believe(self, replica: int, keys: list[int], ends: bool) -> None:
         self.now_s += 1
-        self.index.believe(replica, keys, self.now_s + 3)
+        self.index.believe(replica, keys, self.now_s + 3 if ends else None)
         self.index.expire(self.now_s)
 
     @rule(replica=REPLICAS)
