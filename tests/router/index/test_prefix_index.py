@@ -2,7 +2,8 @@
 
 import pytest
 
-from router.index.prefix_index import Depth, PrefixIndex, slots
+from router.index.holders import Depth, slots
+from router.index.prefix_index import PrefixIndex
 from router.index.prompt_keys import ChunkRun, KvTier, Match, keys64
 from tests.router.index.helpers import CHAIN, check_depths
 from warmroute_common.keys import HashScheme, key64
