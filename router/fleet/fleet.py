@@ -5,7 +5,7 @@ changed. It does no I/O and reads no clock. Feeds, health checks and the proxy r
 `router.scheduling` reads it to decide where a request goes.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from router.config.cost_weights import DEFAULT_WEIGHTS, CostWeights
@@ -267,6 +267,19 @@ class Fleet:
     def forget_lower(self, replica_id: str, *tiers: KvTier) -> None:
         """Forget the contents of some of a replica's lower tiers, by default of all."""
         self.index.forget(self.replicas[replica_id].slot, tiers or LOWER_TIERS)
+
+    def add_store(self) -> int:
+        """Return the slot of a new store that replicas may share; there must be few of them."""
+        return self.replicas.take_slot()
+
+    def change_store(self, store: int, keys: Sequence[int], *, stored: bool) -> None:
+        """Note that keys were stored in, or have left, a store that replicas share."""
+        change = self.index.add if stored else self.index.remove
+        change(store, KvTier.REMOTE, keys)
+
+    def mount(self, store: int, replica_ids: Iterable[str]) -> None:
+        """Note which replicas read a store: they hold what it holds."""
+        self.index.mount(store, sum({1 << self.replicas[each].slot for each in replica_ids}))
 
     def tie_lmcache(self, replica_id: str, keys: LmcacheKeys | None) -> None:
         """Match a replica's lower tiers by LMCache's chunks from now on; None: no LMCache."""

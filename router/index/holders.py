@@ -111,14 +111,16 @@ def find_depths(
     among: int,
     *,
     chunks: Sequence[int],
+    mounts: Mapping[int, int],
 ) -> list[Depth]:
     """Return those ``among`` the replicas that hold the beginning of a prompt, deepest first.
 
     ``keys`` are those of its blocks, ``chunks`` of its chunks. The GPU's blocks lead, and the lower
-    tiers go on from the chunk that holds their end.
+    tiers continue from the chunk that holds their end. ``mounts`` has the replicas that read a
+    shared store, by the store's slot: what it holds they hold.
     """
     on_gpu = _gpu_ends(gpu, keys, among)
-    beyond = _lower_ends(lower, chunks, blocks_per_chunk, on_gpu) if len(lower) else []
+    beyond = _lower_ends(lower, chunks, blocks_per_chunk, on_gpu, mounts) if len(lower) else []
     gone_on = reduce(or_, (replicas for replicas, _ in beyond), 0)
     found = [
         Depth(stayed, blocks, blocks)
@@ -152,7 +154,11 @@ def _gpu_ends(gpu: Holders, keys: Sequence[int], among: int) -> list[_End]:
 
 
 def _lower_ends(
-    lower: Holders, chunks: Sequence[int], blocks_per_chunk: int, on_gpu: Sequence[_End]
+    lower: Holders,
+    chunks: Sequence[int],
+    blocks_per_chunk: int,
+    on_gpu: Sequence[_End],
+    mounts: Mapping[int, int],
 ) -> list[_End]:
     """Return the replicas that lower tiers take beyond their GPU, with how many blocks."""
     joining: dict[int, int] = {}
@@ -162,13 +168,15 @@ def _lower_ends(
     if not joining:
         return []
     first, last_joining = min(joining), max(joining)
+    stores = reduce(or_, (1 << store for store in mounts), 0)
     ends: list[_End] = []
     alive, last = 0, -1
     for at, holders in enumerate(lower.of(chunks[first:]), first):
         if holders is last and at not in joining:
             continue
         last = holders
-        left = (alive | joining.get(at, 0)) & holders
+        reading = (mounts[store] for store in slots(holders & stores))
+        left = (alive | joining.get(at, 0)) & reduce(or_, reading, holders)
         if ended := alive & ~left:
             ends.append((ended, at * blocks_per_chunk))
         alive = left

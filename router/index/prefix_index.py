@@ -152,7 +152,8 @@ class PrefixIndex:
     """The keys that replicas hold or are believed to hold, at most ``max_keys`` of them.
 
     A key counts once for each replica and tier that holds it, and once for each claim; those of a
-    forgotten replica count until they are swept. Beyond the limit the oldest claims go first, then
+    forgotten replica count until they are swept. A store that replicas share is a holder of its
+    own: its keys count once, in the remote tier. Beyond the limit the oldest claims go first, then
     keys of the largest holdings: the chains that were not used for longest, from their ends. No
     key goes before those that follow it in a prompt, which would be useless without it.
     ``evicted`` counts claims and keys.
@@ -171,6 +172,9 @@ class PrefixIndex:
         # On the GPU: known or believed. Lower: in any of the other tiers.
         self._on_gpu = Holders()
         self._lower = Holders()
+        # Stores that replicas share: the bits of those that read each, and the stores of each.
+        self._mounts: dict[int, int] = {}
+        self._stores: dict[int, list[int]] = {}
         self._stale: deque[Stale] = deque()
         self._stale_replicas = 0
         self._known = 0
@@ -183,8 +187,11 @@ class PrefixIndex:
         return f"<PrefixIndex {self._known=} claimed={len(self._claims)} {self.evicted=}>"
 
     def held(self, replica: int) -> dict[KvTier, int]:
-        """Return how many keys a replica is known to hold, by tier."""
-        return {tier: len(keys) for tier, keys in self._held.get(replica, {}).items()}
+        """Return how many keys a replica is known to hold, by tier, in shared stores too."""
+        held = {tier: len(keys) for tier, keys in self._held.get(replica, {}).items()}
+        for keys in self._in_stores(replica):
+            held[KvTier.REMOTE] = held.get(KvTier.REMOTE, 0) + len(keys)
+        return held
 
     def believed(self, replica: int) -> int:
         """Return how many keys a replica is believed to hold on its GPU, or to be computing."""
@@ -265,8 +272,13 @@ class PrefixIndex:
     def forget(self, replica: int, tiers: Collection[KvTier] | None = None) -> None:
         """Drop all that is known of a replica, or of these tiers of it, at once.
 
-        With the GPU goes what was only believed. Its bits are left to `tick`.
+        With the GPU goes what was only believed, with all of them its shared stores. Its bits are
+        left to `tick`.
         """
+        if tiers is None:
+            self.mount(replica, 0)
+            for store in tuple(self._stores.get(replica, ())):
+                self.mount(store, self._mounts[store] & ~(1 << replica))
         held = self._held.get(replica, {})
         tiers = tuple(KvTier) if tiers is None else tiers
         for tier in tiers:
@@ -278,6 +290,25 @@ class PrefixIndex:
             self._leave_bits(replica, KvTier.GPU, self._claims.forget(replica))
         # Keys that were believed count twice now: in their claims, and as to be swept.
         self._make_room()
+
+    def mount(self, store: int, replicas: int) -> None:
+        """Set which replicas read a shared store: ``replicas`` has the bits of their slots.
+
+        The store has a slot of its own, with which its keys are added to the remote tier, and
+        removed.
+        """
+        for replica in slots(self._mounts.pop(store, 0)):
+            self._stores[replica].remove(store)
+        if replicas:
+            self._mounts[store] = replicas
+        for replica in slots(replicas):
+            self._stores.setdefault(replica, []).append(store)
+
+    def _in_stores(self, replica: int) -> Iterator[dict[int, int | None]]:
+        """Return what the shared stores hold that a replica reads."""
+        for store in self._stores.get(replica, ()):
+            if held := self._held.get(store, {}).get(KvTier.REMOTE):
+                yield held
 
     def believe(
         self, replica: int, keys: Sequence[int], until_s: float | None = None
@@ -305,7 +336,8 @@ class PrefixIndex:
 
         ``keys`` are those of its blocks, ``chunks`` of its chunks.
         """
-        for tier, held in self._held.get(replica, {}).items():
+        own = self._held.get(replica, {}).items()
+        for tier, held in (*own, *((KvTier.REMOTE, each) for each in self._in_stores(replica))):
             used = reversed(keys if tier is KvTier.GPU else chunks)
             # The last one stands for those before it, which are not evicted before it.
             if held and (last := next(filter(held.__contains__, used), None)) is not None:
@@ -372,6 +404,7 @@ class PrefixIndex:
             return ()
         held = self._held.get(replica, {})
         lower = [(tier, held[tier]) for tier in LOWER_TIERS if held.get(tier)]
+        lower += ((KvTier.REMOTE, each) for each in self._in_stores(replica))
         return chunk_runs(lower, chunks, start) if lower else ()
 
     def computes(self, replica: int, chunk: int) -> bool:
@@ -393,9 +426,20 @@ class PrefixIndex:
         """
         if chunks is None:
             chunks = keys[blocks_per_chunk - 1 :: blocks_per_chunk]
-        stale = among & self._stale_replicas
-        ends = among ^ stale
-        found = find_depths(self._on_gpu, self._lower, keys, blocks_per_chunk, ends, chunks=chunks)
+        stale = self._stale_replicas
+        for store, replicas in self._mounts.items():
+            if self._stale_replicas >> store & 1:
+                stale |= replicas
+        stale &= among
+        found = find_depths(
+            self._on_gpu,
+            self._lower,
+            keys,
+            blocks_per_chunk,
+            among ^ stale,
+            chunks=chunks,
+            mounts=self._mounts,
+        )
         for replica in slots(stale):
             match = self.match(replica, keys, blocks_per_chunk, chunks)
             if blocks := match.blocks(blocks_per_chunk):
@@ -414,6 +458,11 @@ class PrefixIndex:
             assert all(more >= 1 for more in copies.values())
         assert sum(stale.count for stale in self._stale) == self._to_sweep
         assert len(self) <= self.max_keys
+        for store, replicas in self._mounts.items():
+            assert replicas and all(store in self._stores[each] for each in slots(replicas))
+        assert sum(map(len, self._stores.values())) == sum(
+            map(int.bit_count, self._mounts.values())
+        )
         on_gpu: dict[int, int] = {}
         lower: dict[int, int] = {}
         for replica, tiers in self._held.items():

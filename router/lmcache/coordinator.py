@@ -7,7 +7,7 @@ counted.
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import inf
@@ -17,7 +17,13 @@ from router.fleet.fleet import Fleet
 from router.index.lmcache_keys import LmcacheKeys, lmcache_key64
 from router.index.prompt_keys import KvTier
 from router.lmcache.coordinator_protocol import ObjectKey, ServerEventBatch, ServerRegistration
-from router.lmcache.key_directory import KeyDirectory, TierChange, backend_of, owner_of
+from router.lmcache.key_directory import (
+    KeyDirectory,
+    TierChange,
+    backend_of,
+    is_shared,
+    owner_of,
+)
 from warmroute_common.addresses import join_host_port
 from warmroute_common.api_errors import OverloadedError
 
@@ -34,6 +40,8 @@ _MAX_SHARED: Final = 64
 """Backends that several servers reach; further ones are ignored."""
 _MAX_MODELS: Final = 64
 """Models remembered per server."""
+_MAX_STORES: Final = 256
+"""Models in shared backends that the index knows; further ones are ignored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +186,11 @@ class LiveServer:
 
 
 class ReplicaServers:
-    """Which server each replica uses; applies changes of a server's tiers to the fleet's index."""
+    """Which server each replica uses; applies changes of a server's tiers to the fleet's index.
+
+    A shared backend's keys of one model are in the index once, as those of a store that replicas
+    read (`PrefixIndex.mount`): LMCache's keys do not cover the model.
+    """
 
     def __init__(self, fleet: Fleet, directory: KeyDirectory) -> None:
         self._fleet = fleet
@@ -188,6 +200,8 @@ class ReplicaServers:
         """By replica: the model roots for which its server's keys are in the index."""
         self._mounts: dict[str, set[str]] = {}
         """By owner name of a shared backend: the ids of the servers that reach it."""
+        self._stores: dict[tuple[str, str], int] = {}
+        """The slots of stores, by owner and model."""
 
     def server_of(self, replica_id: str) -> LiveServer | None:
         """Return a replica's server; any id of the replica will do."""
@@ -218,9 +232,7 @@ class ReplicaServers:
         mounting = self._mounts.setdefault(owner, set())
         if instance_id not in mounting:
             mounting.add(instance_id)
-            for name, server in list(self._server_of.items()):
-                if server.instance_id == instance_id:
-                    self._index(name, self._held_by((owner,)))
+            self._mount()
 
     def shared_backends(self, instance_id: str) -> set[str]:
         """Return the names of the backends that a server shares with others."""
@@ -230,13 +242,21 @@ class ReplicaServers:
         """Forget which shared backends a server reached."""
         left = ((owner, by - {instance_id}) for owner, by in self._mounts.items())
         self._mounts = {owner: by for owner, by in left if by}
+        self._mount()
 
     def apply(self, changes: Sequence[TierChange]) -> None:
         """Apply changes to the index of each replica whose server they concern."""
         touched = {each.owner for each in changes}
         for name, server in self._server_of.items():
-            if owners := touched & self._owners(server):
-                self._index(name, (each for each in changes if each.owner in owners))
+            if server.instance_id in touched:
+                self._index(name, (each for each in changes if each.owner == server.instance_id))
+        in_stores: dict[int, list[TierChange]] = {}
+        for each in changes:
+            if is_shared(each.owner) and (store := self._store(each)) is not None:
+                in_stores.setdefault(store, []).append(each)
+        for store, changed in in_stores.items():
+            for (_, stored), keys in _grouped(changed).items():
+                self._fleet.change_store(store, keys, stored=stored)
 
     def learn_models(self, batch: ServerEventBatch) -> None:
         """Learn a server's models, and their KV bytes per token, from stored keys."""
@@ -262,9 +282,21 @@ class ReplicaServers:
         """Return a replica's configured name: its id may change, this does not."""
         return self._fleet.replicas[replica_id].config.name
 
-    def _owners(self, server: LiveServer) -> set[str]:
-        mounted = {each for each, by in self._mounts.items() if server.instance_id in by}
-        return {server.instance_id, *mounted}
+    def _store(self, change: TierChange) -> int | None:
+        """Return the slot of the store that holds a key, None if the index does not know it."""
+        named = (change.owner, change.key.model_name)
+        if named not in self._stores and change.stored and len(self._stores) < _MAX_STORES:
+            self._stores[named] = self._fleet.add_store()
+            self._mount()
+        return self._stores.get(named)
+
+    def _mount(self) -> None:
+        """Tell the index which replicas read which store."""
+        for (owner, model), store in self._stores.items():
+            mounting = self._mounts.get(owner, ())
+            servers = self._server_of.items()
+            reading = [name for name, server in servers if server.instance_id in mounting]
+            self._fleet.mount(store, [name for name in reading if self._serves(name, model)])
 
     def _serves(self, name: str, model: str) -> bool:
         roots = self._fleet.replicas[name].roots
@@ -283,32 +315,29 @@ class ReplicaServers:
         keys = None if server is None else LmcacheKeys(chunk_tokens=server.chunk_tokens)
         self._fleet.tie_lmcache(name, keys)
         if server is not None:
-            self._index(name, self._held_by(self._owners(server)))
-
-    def _held_by(self, owners: Iterable[str]) -> Iterator[TierChange]:
-        for owner in owners:
-            for key, tiers in self._directory.held_by(owner):
-                yield from (TierChange(owner, tier, True, key) for tier in tiers)
+            self._index(name, self._directory.held_by(server.instance_id))
+        self._mount()
 
     def _index(self, name: str, changes: Iterable[TierChange]) -> None:
-        for (tier, stored), keys in self._grouped(name, changes).items():
-            self._fleet.change_lower(name, tier, list(keys), stored=stored)
+        served = (each for each in changes if self._serves(name, each.key.model_name))
+        for (tier, stored), keys in _grouped(served).items():
+            self._fleet.change_lower(name, tier, keys, stored=stored)
 
-    def _grouped(
-        self, name: str, changes: Iterable[TierChange]
-    ) -> dict[tuple[KvTier, bool], dict[int, None]]:
-        """Return index keys by tier and by whether they were stored, stored ones first.
 
-        A batch either stores a key or deletes it. Only the directory's own eviction removes what
-        the same batch has stored; so removals come last.
-        """
-        found: dict[tuple[KvTier, bool], dict[int, None]] = {}
-        for each in changes:
-            key = each.key
-            if key.is_leading and self._serves(name, key.model_name):
-                key64 = lmcache_key64(key.chunk_hash, key.cache_salt)
-                found.setdefault((each.tier, each.stored), {})[key64] = None
-        return dict(sorted(found.items(), key=lambda one: not one[0][1]))
+def _grouped(changes: Iterable[TierChange]) -> dict[tuple[KvTier, bool], list[int]]:
+    """Return index keys by tier and by whether they were stored, stored ones first.
+
+    A batch either stores a key or deletes it. Only the directory's own eviction removes what
+    the same batch has stored; so removals come last.
+    """
+    found: dict[tuple[KvTier, bool], dict[int, None]] = {}
+    for each in changes:
+        key = each.key
+        if key.is_leading:
+            key64 = lmcache_key64(key.chunk_hash, key.cache_salt)
+            found.setdefault((each.tier, each.stored), {})[key64] = None
+    in_order = sorted(found.items(), key=lambda one: not one[0][1])
+    return {group: list(keys) for group, keys in in_order}
 
 
 class Coordinator:

@@ -41,12 +41,17 @@ class KeyLocation(NamedTuple):
     @property
     def is_shared(self) -> bool:
         """Whether several servers reach it."""
-        return self.owner.startswith(_SHARED)
+        return is_shared(self.owner)
 
 
 def owner_of(batch: ServerEventBatch) -> str:
     """Return the owner of a batch's keys: its server, or its backend if that is shared."""
     return _SHARED + batch.backend if batch.shared else batch.instance_id
+
+
+def is_shared(owner: str) -> bool:
+    """Whether an owner is a backend that several servers reach."""
+    return owner.startswith(_SHARED)
 
 
 def backend_of(owner: str) -> str:
@@ -125,10 +130,11 @@ class KeyDirectory:
             found += [key, *(each for each in others if each in self._records)]
         return found
 
-    def held_by(self, owner: str) -> Iterator[tuple[ObjectKey, set[KvTier]]]:
-        """Return an owner's keys with the tiers that hold them."""
+    def held_by(self, owner: str) -> Iterator[TierChange]:
+        """Return an owner's keys in each tier, as if they were stored now."""
         for key in self._of_owner.get(owner, ()):
-            yield key, self._records[key].tiers(owner)
+            for tier in self._records[key].tiers(owner):
+                yield TierChange(owner, tier, True, key)
 
     def apply(self, batch: ServerEventBatch) -> list[TierChange]:
         """Apply a batch, which must be in order; return its changes."""

@@ -12,7 +12,11 @@ from tests.router.lmcache.helpers import batch, key, transcript_batches, transcr
 
 def tiers(directory: KeyDirectory, owner: str = "mp0") -> dict[ObjectKey, set[KvTier]]:
     directory.check()
-    return dict(directory.held_by(owner))
+    found: dict[ObjectKey, set[KvTier]] = {}
+    for change in directory.held_by(owner):
+        assert (change.owner, change.stored) == (owner, True)
+        found.setdefault(change.key, set()).add(change.tier)
+    return found
 
 
 def test_a_real_servers_events_end_with_the_prompt_in_both_tiers() -> None:
