@@ -218,7 +218,7 @@ class IndexConfig:
     max_keys: int | None = setting(None, at_least=1)
     """Block keys remembered, for all replicas together; each takes about 150 bytes. By default
     50,000 per replica and at least 4,000,000. Beyond that the ends of the prompts that were not
-    used for longest are dropped."""
+    used for longest are dropped. The same limit holds for the keys of LMCache servers."""
     speculative_ttl_s: float = setting(30.0, above=0)
     """How long after an answer's end its prompt counts as held, unless events confirm it."""
     history_ttl_s: float = setting(600.0, above=0)

@@ -14,7 +14,7 @@ from math import inf
 from typing import Any, Final
 
 from router.fleet.fleet import Fleet
-from router.index.lmcache_keys import LmcacheKeys, lmcache_key64
+from router.index.lmcache_keys import LmcacheKeys
 from router.index.prompt_keys import KvTier
 from router.lmcache.coordinator_protocol import ObjectKey, ServerEventBatch, ServerRegistration
 from router.lmcache.key_directory import (
@@ -32,8 +32,6 @@ log = logging.getLogger("warmroute.lmcache")
 SILENCE_S: Final = 30.0
 """A server without a heartbeat for this long is forgotten; it sends one every 5 s."""
 MAX_SERVERS: Final = 1024
-MAX_KEYS: Final = 500_000
-"""Limit of the directory; 128 million tokens at 256 tokens a chunk."""
 DEFAULT_CHUNK_TOKENS: Final = 256
 """LMCache's default."""
 _MAX_SHARED: Final = 64
@@ -173,6 +171,11 @@ class EventStreams:
     def is_followed(self, instance_id: str) -> bool:
         return instance_id in self._cursors
 
+    def incarnation(self, instance_id: str) -> int:
+        """Return a server's incarnation, 0 if it is not followed."""
+        cursor = self._cursors.get(instance_id)
+        return 0 if cursor is None else cursor.incarnation
+
 
 @dataclass(eq=False, kw_only=True)
 class LiveServer:
@@ -238,6 +241,10 @@ class ReplicaServers:
         """Return the names of the backends that a server shares with others."""
         return {backend_of(each) for each, by in self._mounts.items() if instance_id in by}
 
+    def mounting(self, owner: str) -> str:
+        """Return one of the servers that reach a shared backend, the first by name."""
+        return min(self._mounts.get(owner, ()), default="")
+
     def server_ended(self, instance_id: str) -> None:
         """Forget which shared backends a server reached."""
         left = ((owner, by - {instance_id}) for owner, by in self._mounts.items())
@@ -284,7 +291,7 @@ class ReplicaServers:
 
     def _store(self, change: TierChange) -> int | None:
         """Return the slot of the store that holds a key, None if the index does not know it."""
-        named = (change.owner, change.key.model_name)
+        named = (change.owner, change.model)
         if named not in self._stores and change.stored and len(self._stores) < _MAX_STORES:
             self._stores[named] = self._fleet.add_store()
             self._mount()
@@ -319,7 +326,7 @@ class ReplicaServers:
         self._mount()
 
     def _index(self, name: str, changes: Iterable[TierChange]) -> None:
-        served = (each for each in changes if self._serves(name, each.key.model_name))
+        served = (each for each in changes if self._serves(name, each.model))
         for (tier, stored), keys in _grouped(served).items():
             self._fleet.change_lower(name, tier, keys, stored=stored)
 
@@ -332,10 +339,7 @@ def _grouped(changes: Iterable[TierChange]) -> dict[tuple[KvTier, bool], list[in
     """
     found: dict[tuple[KvTier, bool], dict[int, None]] = {}
     for each in changes:
-        key = each.key
-        if key.is_leading:
-            key64 = lmcache_key64(key.chunk_hash, key.cache_salt)
-            found.setdefault((each.tier, each.stored), {})[key64] = None
+        found.setdefault((each.tier, each.stored), {})[each.key] = None
     in_order = sorted(found.items(), key=lambda one: not one[0][1])
     return {group: list(keys) for group, keys in in_order}
 
@@ -343,9 +347,10 @@ def _grouped(changes: Iterable[TierChange]) -> dict[tuple[KvTier, bool], list[in
 class Coordinator:
     """Everything that the router knows about stock LMCache servers."""
 
-    def __init__(self, fleet: Fleet, max_keys: int = MAX_KEYS) -> None:
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
         self.servers = RegisteredServers()
-        self.directory = KeyDirectory(max_keys)
+        self.directory = KeyDirectory(fleet.index.max_keys)
         self.replica_servers = ReplicaServers(fleet, self.directory)
         self.chunk_tokens = DEFAULT_CHUNK_TOKENS
         """Chunk size of the servers that answer; LMCache wants one size per fleet."""
@@ -403,6 +408,7 @@ class Coordinator:
     def apply(self, batches: list[ServerEventBatch], now_s: float = 0.0) -> dict[str, int]:
         """Apply batches in their order; return how many had which status."""
         found: Counter[str] = Counter({each.value: 0 for each in BatchStatus})
+        self.directory.max_keys = self._fleet.index.max_keys
         for batch in batches:
             status = self._apply(batch, now_s)
             self.counts[status] += 1
@@ -420,6 +426,26 @@ class Coordinator:
     def confirmed(self, instance_id: str, keys: list[ObjectKey]) -> None:
         """Record keys that a server was asked for and has in L1."""
         self.replica_servers.apply(self.directory.confirm(instance_id, keys))
+
+    def placements(self, key: ObjectKey) -> list[dict[str, Any]]:
+        """Return where a key's chunk is, as LMCache's coordinator answers it; sizes are not kept.
+
+        One server is named for a shared backend.
+        """
+        found = []
+        for owner, tier, backend in self.directory.placements(key):
+            name = self.replica_servers.mounting(owner) if is_shared(owner) else owner
+            found.append(
+                {
+                    "instance_id": name,
+                    "incarnation": self._streams.incarnation(name),
+                    "tier": tier,
+                    "backend": backend,
+                    "size_bytes": 0,
+                    "shared": is_shared(owner),
+                }
+            )
+        return sorted(found, key=lambda each: (each["instance_id"], each["tier"], each["backend"]))
 
     @property
     def last_missed_s(self) -> float:
@@ -452,5 +478,13 @@ class Coordinator:
         if batch.shared:
             self.replica_servers.mounted(owner_of(batch), batch.instance_id)
         self.replica_servers.apply(self.directory.apply(batch))
+        if self.directory.evicted:
+            if not self.counts["evicted"]:
+                log.warning(
+                    "the directory of LMCache's keys is full (%d keys): chunks that servers hold "
+                    "are no longer matched; raise index.max_keys",
+                    self.directory.max_keys,
+                )
+            self.counts["evicted"] = self.directory.evicted
         self.replica_servers.learn_models(batch)
         return BatchStatus.APPLIED.value

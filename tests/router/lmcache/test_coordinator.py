@@ -348,5 +348,5 @@ def test_only_l2_of_servers_that_have_left_is_kept() -> None:
         coordinator.deregister(name)
     assert coordinator.apply([batch(3, instance_id="mp-0")])["applied"] == 0
     assert coordinator.replica_servers._mounts == {}
-    assert len(coordinator.directory._of_owner) == 1
+    assert len(coordinator.directory) == 1
     coordinator.directory.check()
