@@ -169,6 +169,18 @@ def test_placeholders_of_the_followed_group_are_noted() -> None:
     assert held == {KvTier.CPU: 8, KvTier.GPU: 4}
 
 
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_overlapping_chunks_that_are_announced_twice_are_counted(is_reversed: bool) -> None:
+    """Chunks of vLLM's offloading overlap: a hash is gone when all of its chunks are."""
+    chunks = [KEYS[0:4], KEYS[2:6]]
+    first, second = reversed(chunks) if is_reversed else chunks
+    announced = [stored(each, medium="CPU") for each in (first, second)]
+    _, held = _matched(*announced, removed(first, medium="CPU"))
+    assert held == {KvTier.CPU: 4}
+    _, held = _matched(*announced, *(removed(each, medium="CPU") for each in chunks))
+    assert held == {}
+
+
 def test_a_part_of_a_block_does_not_show_the_blocks_size() -> None:
     """vLLM caches the end of a prompt under the key of its last whole hash."""
     part = stored(KEYS[:1], TOKENS[:16])
