@@ -209,7 +209,7 @@ class SessionConfig:
     """Sessions remembered. Beyond that the least recently used ones are forgotten, of the key that
     has most."""
     ttl_s: float = setting(3600.0, above=0)
-    """How long a session is remembered after its last request."""
+    """How long a session is remembered after the end of its last answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,9 +219,9 @@ class IndexConfig:
     max_keys: int | None = setting(None, at_least=1)
     """Block keys remembered, for all replicas together; each takes about 150 bytes. By default
     50,000 per replica and at least 4,000,000. Beyond that the ends of the prompts that were not
-    used for longest are dropped."""
+    used for longest are dropped. The same limit holds for the keys of LMCache servers."""
     speculative_ttl_s: float = setting(30.0, above=0)
-    """How long the prefix of a routed request counts as held before an event confirms it."""
+    """How long after an answer's end its prompt counts as held, unless events confirm it."""
     history_ttl_s: float = setting(600.0, above=0)
     """The same for replicas that publish no events, and for answered prompts that no event
     confirmed."""

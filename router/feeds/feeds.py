@@ -176,7 +176,7 @@ class KvFeed:
         if self._replica.is_removed:
             return  # with all of it; another replica may have its name now
         self._fleet.lost_kv(self._replica.id)
-        self._reader.shows_first = True
+        self._reader.restart()
 
     # --- where they come from
 

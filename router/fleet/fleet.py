@@ -5,7 +5,7 @@ changed. It does no I/O and reads no clock. Feeds, health checks and the proxy r
 `router.scheduling` reads it to decide where a request goes.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
@@ -21,6 +21,7 @@ from router.index.kv_events import (
     BlocksStored,
     FirstBlocks,
     GpuCleared,
+    GroupChanged,
     KvBatch,
     KvEvent,
 )
@@ -120,10 +121,10 @@ class Fleet:
         """Count a request as in flight, and its prompt as arriving on its replica's GPU."""
         replica, keys = decision.picked.replica, decision.picked.keys
         speculative = None
+        ttl_s = self._speculative_ttl_s(replica, by_tokens=bool(keys.chain))
         if keys.keys and not replica.is_removed:
             self.index.use(replica.slot, keys.keys, keys.chunk_keys)
-            ttl_s = self._speculative_ttl_s(replica, by_tokens=bool(keys.chain))
-            speculative = self.index.believe(replica.slot, keys.keys, now_s + ttl_s)
+            speculative = self.index.believe(replica.slot, keys.keys)
         if (session := decision.session) is not None:
             if self.home(session, now_s) is None:
                 self.sessions.forget(session)  # its home may have been removed
@@ -135,7 +136,9 @@ class Fleet:
             now_s,
             replicas=self.replicas,
             index=self.index,
+            sessions=self.sessions,
             speculative=speculative,
+            speculative_ttl_s=ttl_s,
             prefills=self.prefills,
             unanswered=self._unanswered,
             weights=self.weights,
@@ -156,7 +159,10 @@ class Fleet:
         return replica is not None and self.replicas.take_back_failure(replica, now_s)
 
     def _speculative_ttl_s(self, replica: Replica, *, by_tokens: bool) -> float:
-        """Return how long a speculative entry holds; KV events never confirm one by text."""
+        """Return how long a speculative entry holds after its answer's end.
+
+        KV events never confirm one by text.
+        """
         index = self.config.index
         confirmed = replica.has_events and by_tokens
         return index.speculative_ttl_s if confirmed else index.history_ttl_s
@@ -317,6 +323,19 @@ class Fleet:
         """Forget the contents of some of a replica's lower tiers, by default of all."""
         self.index.forget(self.replicas[replica_id].slot, tiers or LOWER_TIERS)
 
+    def add_store(self) -> int:
+        """Return the slot of a new store that replicas may share; there must be few of them."""
+        return self.replicas.take_slot()
+
+    def change_store(self, store: int, keys: Sequence[int], *, stored: bool) -> None:
+        """Note that keys were stored in, or have left, a store that replicas share."""
+        change = self.index.add if stored else self.index.remove
+        change(store, KvTier.REMOTE, keys)
+
+    def mount(self, store: int, replica_ids: Iterable[str]) -> None:
+        """Note which replicas read a store: they hold what it holds."""
+        self.index.mount(store, sum({1 << self.replicas[each].slot for each in replica_ids}))
+
     def tie_lmcache(self, replica_id: str, keys: LmcacheKeys | None) -> None:
         """Match a replica's lower tiers by LMCache's chunks from now on; None: no LMCache."""
         replica = self.replicas[replica_id]
@@ -366,6 +385,9 @@ class Fleet:
         match event:
             case GpuCleared():
                 self.index.forget(replica.slot, (KvTier.GPU,))
+            case GroupChanged():
+                self.index.forget(replica.slot, replica.event_tiers)
+                replica.shape_checked = False
             case BlocksStored(tier, keys, parent) if tier in tiers:
                 self.index.add(replica.slot, tier, keys, parent=parent, counted=True)
                 if tier is KvTier.GPU:

@@ -18,6 +18,7 @@ from router.config.cost_weights import CostWeights
 from router.fleet.cost_model import CostPart
 from router.fleet.decision import Decision
 from router.fleet.replica import Replicas
+from router.fleet.sessions import Sessions
 from router.index.prefix_index import PrefixIndex, SpeculativeEntry
 
 
@@ -66,6 +67,9 @@ unknown replica would look faster than this one."""
 _LEAST_OVERDUE_S: Final = 60.0
 _OVERDUE: Final = 10.0
 """A request is overdue after this many times its predicted TTFT, at least `_LEAST_OVERDUE_S`."""
+_CLEARLY_TOKENS: Final = 256
+"""An answer contradicts the index if more tokens, and more than a block, were computed than should
+have been: vLLM computes up to a block that it holds."""
 _WAITING: Final = frozenset({Phase.FETCHING, Phase.PREFILLING})
 """Phases before the first token."""
 
@@ -83,14 +87,17 @@ class Ticket:
         *,
         replicas: Replicas,
         index: PrefixIndex,
+        sessions: Sessions,
         speculative: SpeculativeEntry | None,
+        speculative_ttl_s: float,
         prefills: "PrefillTracker",
         unanswered: "set[Ticket]",
         weights: CostWeights,
         history_ttl_s: float = 0.0,
         trial: int = 0,
     ) -> None:
-        """``speculative`` is what the index assumes to be stored by this request.
+        """``speculative`` is what the index assumes to be stored by this request: until
+        ``speculative_ttl_s`` after its end.
 
         If it is answered and no KV event came meanwhile, that holds for ``history_ttl_s``.
         ``unanswered`` contains the ticket until its answer begins, or it ends.
@@ -100,20 +107,22 @@ class Ticket:
         picked = decision.picked
         self.replica = replica = picked.replica
         self.trial = trial
-        self.last_block = picked.keys.keys[-1] if picked.keys.chain else None
-        """Key of the prompt's last whole block; None if no KV event can report it."""
+        self._blocks = picked.keys.keys if picked.keys.chain else ()
+        self._block_tokens = picked.keys.block_tokens
         self._work = picked.work
         self._kv = picked.kv
         self._cost = picked.cost
         self._predicted_ttft_s = decision.predicted_ttft_s
         self._replicas = replicas
         self._index = index
+        self._session = decision.session
+        self._sessions = sessions
         self._speculative = speculative
         self._history_ttl_s = history_ttl_s
         self._new_keys = speculative.keys if speculative and picked.keys.chain else ()
-        """Keys of blocks that the replica did not hold, so KV events should report them."""
-        self._whole_tokens = (len(picked.keys.keys) - 1) * picked.keys.block_tokens
-        """With as many cached tokens it held them all the same: vLLM computes the last block."""
+        """Keys of blocks that its GPU was not known to hold, so KV events should report them."""
+        self._speculative_ttl_s = speculative_ttl_s
+        self._prompt_tokens = decision.prompt_tokens
         self._prefills = None if decision.streamed else prefills
         self._is_tracked = False
         self._weights = weights
@@ -145,6 +154,11 @@ class Ticket:
             self._ready_s = replica.fetch(self._cost.fetch_s, now_s)
         if not decision.is_staged:
             self._move(PhaseEvent.SENT, now_s)
+
+    @property
+    def last_block(self) -> int | None:
+        """Key of the prompt's last whole block; None if no KV event can report it."""
+        return self._blocks[-1] if self._blocks else None
 
     def sent(self, now_s: float, *, is_staged: bool = True) -> None:
         """Note that the request is sent only now: others may have been sent in the meantime.
@@ -189,6 +203,7 @@ class Ticket:
         now_s: float,
         *,
         ok: bool,
+        prompt_tokens: int | None = None,
         cached_tokens: int | None = None,
         output_tokens: int | None = None,
     ) -> None:
@@ -201,12 +216,20 @@ class Ticket:
         self._unanswered.discard(self)
         if self.trial:
             self._replicas.end_trial(self.replica, self.trial)
+        if self._has_begun:
+            # Both last from the end of an answer on: it may take longer than they do.
+            if self._speculative is not None:
+                self._index.set_end(self._speculative, now_s + self._speculative_ttl_s)
+            if self._session is not None and not self.replica.is_removed:
+                self._sessions.answered(self._session, self.replica.serial, now_s)
         if not self._has_begun:
             # Nothing was computed, as far as known: the index must not draw this request, which
             # may be sent elsewhere now, back to this replica.
             if self._speculative is not None:
                 self._index.withdraw(self._speculative)
         elif ok:
+            if cached_tokens is not None and prompt_tokens == self._prompt_tokens:
+                self._compare_with_index(cached_tokens)
             ttft_s = self._ttft_s
             if ttft_s is None and output_tokens == 1:
                 # The duration of a longer answer is not used: the time per token contains
@@ -214,7 +237,9 @@ class Ticket:
                 # KV events come up to a step early: short prompts would seem to take no time.
                 ttft_s = now_s - self.started_s
             self._note_answer(now_s)
-            if cached_tokens is None or cached_tokens < self._whole_tokens:
+            # With as many cached tokens it held all the same: vLLM computes the last block.
+            most_cached = (len(self._blocks) - 1) * self._block_tokens
+            if cached_tokens is None or cached_tokens < most_cached:
                 self._note_untold(now_s)
             if ttft_s is not None:
                 # The error counts whatever caused it, also a wrong match.
@@ -320,6 +345,19 @@ class Ticket:
             was_used = rates.note_alone(work, ttft_s - self._lag_s)
             if was_used and rates.measured_on(CostPart.PREFILL) <= _SHARED_AT_ONCE:
                 self._replicas.share_rates(rates)
+
+    def _compare_with_index(self, cached_tokens: int) -> None:
+        """Correct the index where the replica computed what its GPU was known to hold.
+
+        Only of a replica that publishes KV events this number is known to mean vLLM's cache hits.
+        """
+        blocks, block_tokens = self._blocks, self._block_tokens
+        if not (self.replica.has_events and blocks):
+            return
+        known = blocks.index(self._new_keys[0]) if self._new_keys else len(blocks)
+        if known * block_tokens - cached_tokens > max(_CLEARLY_TOKENS, block_tokens):
+            cached = -(-cached_tokens // block_tokens)
+            self._index.contradicted(self.replica.slot, blocks[cached:known])
 
     def __repr__(self) -> str:
         return f"<Ticket {self.replica.id} {self.phase}>"

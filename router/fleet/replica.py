@@ -422,6 +422,7 @@ class Replicas(dict[str, Replica]):
         """When each was first seen to be removed."""
         self._serials = 0
         self._free_slots: list[int] = []
+        self._taken_slots: set[int] = set()
 
     def __missing__(self, replica_id: str) -> Replica:
         return self._former[replica_id]
@@ -450,8 +451,7 @@ class Replicas(dict[str, Replica]):
             raise ValueError(f"there is a replica '{config.name}' already")
         self._configured.add(config.name)
         self._give_up(config.name)
-        slot = heappop(self._free_slots) if self._free_slots else self._next_slot()
-        replica = Replica.new(slot, config, rates, weights, serial=self._serials)
+        replica = Replica.new(self._new_slot(), config, rates, weights, serial=self._serials)
         self._serials += 1
         self[replica.id] = self._by_serial[replica.serial] = replica
         self.changed()
@@ -500,8 +500,16 @@ class Replicas(dict[str, Replica]):
             self._give_up(holder.config.name)
             self.rename(name, holder.config.name)
 
-    def _next_slot(self) -> int:
-        return len(self) + len(self._removed)  # no slot below is free
+    def take_slot(self) -> int:
+        """Return a slot for something in the index that is not a replica; no replica gets it."""
+        slot = self._new_slot()
+        self._taken_slots.add(slot)
+        return slot
+
+    def _new_slot(self) -> int:
+        if self._free_slots:
+            return heappop(self._free_slots)
+        return len(self) + len(self._removed) + len(self._taken_slots)  # no slot below is free
 
     # --- breakers
 
@@ -576,6 +584,6 @@ class Replicas(dict[str, Replica]):
         assert not any(each.is_removed for each in self.values())
         assert all(each.is_removed for each in self._removed)
         assert set(self._by_serial.values()) == set(self.values())
-        used = [each.slot for each in (*self.values(), *self._removed)]
+        used = [*self._taken_slots, *(each.slot for each in (*self.values(), *self._removed))]
         assert sorted(used + self._free_slots) == list(range(len(used) + len(self._free_slots)))
         assert all(each in self._removed or each.id in self for each in self._former.values())

@@ -71,6 +71,17 @@ class Sessions:
         if len(self._homes) > self.max_sessions:
             self._evict(now_s)
 
+    def answered(self, session: str, replica: int, now_s: float) -> None:
+        """Note that a turn's answer has ended: the session's time counts from then on.
+
+        If the session was forgotten in the meantime, the replica becomes its home.
+        """
+        if self.home(session, now_s) is None:
+            self.note(session, replica, now_s)
+        else:
+            _, home, spills = _unpack(self._homes.pop(session))
+            self._homes[session] = _pack(now_s, home, spills)
+
     def forget(self, session: str) -> None:
         """Forget a session's home."""
         self._take_out(session)

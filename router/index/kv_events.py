@@ -9,6 +9,7 @@ arrays that begin with it before; both are read. Pure: the sockets are in
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any, Final
 
 import msgspec
@@ -28,6 +29,8 @@ from warmroute_common.keys import (
 _FULL_ATTENTION: Final = frozenset(
     {"full_attention", "mla_attention", "sink_full_attention", "unknown", None}
 )
+_LEAST_HASH_TOKENS: Final = 8
+"""Hashes of fewer tokens than this are only tried if the blocks are as small."""
 _COMMON_SEEDS: Final = (DEFAULT_SEED, "0", "42")
 """PYTHONHASHSEED values to try besides the configured one."""
 _TIERS: Final = {"GPU": KvTier.GPU, "CPU": KvTier.CPU, "DISK": KvTier.DISK}
@@ -111,6 +114,11 @@ class GpuCleared:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupChanged:
+    """Another cache group is followed from now on: its blocks, sizes and keys are others."""
+
+
+@dataclass(frozen=True, slots=True)
 class FirstBlocks:
     """The beginning of a prompt with nothing but tokens, and a salt, in its keys.
 
@@ -124,7 +132,7 @@ class FirstBlocks:
     cache_salt: str | None = None
 
 
-KvEvent = BlocksStored | BlocksRemoved | GpuCleared | FirstBlocks
+KvEvent = BlocksStored | BlocksRemoved | GpuCleared | GroupChanged | FirstBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,14 +157,21 @@ class KvEventReader:
 
     Hybrid models publish each KV cache group's blocks under the same keys.
     Only one group is followed, of full attention if there is one: the others
-    drop blocks that a prefix hit still uses.
+    drop blocks that a prefix hit still uses. Until its first event another one is
+    followed. An event without a kind is a placeholder of vLLM's offloading, or a part
+    of a block; it does not show what its group is.
     """
 
     def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget which group is followed: the publisher may be another one now."""
         self.shows_first = True
         """Whether `FirstBlocks` are wanted: once the scheme is known they only cost time."""
         self._group: int | None = None
-        self._group_is_full = False
+        self._rank = -1
+        self._block_tokens = 0
 
     def read(self, seq: int, payload: bytes) -> KvBatch:
         """Return a message's events; raise `KvEventFormatError` if it is not in vLLM's format.
@@ -188,23 +203,35 @@ class KvEventReader:
                 yield from self._stored(event)
 
     def _stored(self, event: _Stored) -> Iterable[KvEvent]:
-        is_full = event.kv_cache_spec_kind in _FULL_ATTENTION
-        if self._group is None:
-            self._group, self._group_is_full = event.group_idx, is_full
-        elif event.group_idx != self._group and is_full and not self._group_is_full:
-            self._group, self._group_is_full = event.group_idx, True
-            yield GpuCleared()  # what was noted so far is another group's
-        if not self._follows(event.group_idx):
+        rank, tier = _rank(event), tier_of(event.medium, event.locality)
+        is_other = event.group_idx != self._group
+        if is_other and rank <= self._rank:
             return
+        block_tokens = event.block_size if tier is KvTier.GPU else 0
+        # What was noted so far is another group's, or parts of blocks.
+        if (is_other and self._rank >= 0) or 0 < self._block_tokens < block_tokens:
+            self.shows_first = True
+            yield GroupChanged()
+        if is_other:
+            self._block_tokens = 0
+        self._group, self._rank = event.group_idx, max(rank, self._rank)
+        self._block_tokens = max(block_tokens, self._block_tokens)
         keys, before = _keys(event), event.parent_block_hash
-        tier = tier_of(event.medium, event.locality)
         # Below the GPU keys may be another cache's: LMCache reports chunks of its own hashes.
-        if self.shows_first and tier is KvTier.GPU and (first := _first_blocks(event, keys)):
+        is_whole = 0 < block_tokens == self._block_tokens
+        if self.shows_first and is_whole and (first := _first_blocks(event, keys)):
             yield first
         yield BlocksStored(tier, keys, None if before is None else _key(before))
 
     def _follows(self, group: int | None) -> bool:
         return self._group is None or group is None or group == self._group
+
+
+def _rank(event: _Stored) -> int:
+    """Return 2 for full attention, 1 for another kind of group, 0 if the kind is not told."""
+    if event.kv_cache_spec_kind in _FULL_ATTENTION:
+        return 0 if event.kv_cache_spec_kind is None and event.group_idx is not None else 2
+    return 1
 
 
 def _keys(event: _Stored | _Removed) -> list[int]:
@@ -248,22 +275,25 @@ def find_shape(first: FirstBlocks, seed: str | None) -> KeyShape | None:
     ``seed`` is the configured PYTHONHASHSEED, if any; it is tried first.
     """
     seeds = dict.fromkeys((seed, *_COMMON_SEEDS) if seed is not None else _COMMON_SEEDS)
-    for each in seeds:
-        for algorithm in ALGORITHMS:
-            shape = KeyShape(scheme=HashScheme(algorithm, each), block_tokens=first.block_tokens)
-            if explains(shape, first):
-                return shape
+    size = first.block_tokens
+    per_block = [n for n in range(1, 1 + size // _LEAST_HASH_TOKENS) if not size % n] or [1]
+    for hashes_per_block, each, algorithm in product(per_block, seeds, ALGORITHMS):
+        shape = KeyShape(
+            scheme=HashScheme(algorithm, each), block_tokens=size, hashes_per_block=hashes_per_block
+        )
+        if explains(shape, first):
+            return shape
     return None
 
 
 def explains(shape: KeyShape, first: FirstBlocks) -> bool:
     """Return whether a shape gives the keys that a replica has published."""
-    size = shape.block_tokens
+    size, step = shape.block_tokens, shape.hashes_per_block
     if size != first.block_tokens or shape.scheme is None:
         return False
     _, salted = prompt_extra_keys(cache_salt=first.cache_salt)
-    chain = partial(shape.scheme.chain, block_tokens=size, first_extra_keys=salted)
+    chain = partial(shape.scheme.chain, block_tokens=size // step, first_extra_keys=salted)
     # One block tells; all are checked only where it agrees.
-    if key64(chain(first.token_ids[:size])[0]) != first.keys[0]:
+    if key64(chain(first.token_ids[:size])[-1]) != first.keys[0]:
         return False
-    return [key64(key) for key in chain(first.token_ids)] == list(first.keys)
+    return [key64(key) for key in chain(first.token_ids)[step - 1 :: step]] == list(first.keys)

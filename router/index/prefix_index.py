@@ -6,10 +6,8 @@ give different keys.
 
 The index keeps every key twice. Each replica has a dictionary per tier, with the key before each
 key: for the detailed match of one replica, for eviction, and to forget the replica without a walk
-over all keys. Each key has the set of its holders (`Holders`): an integer with the bit of each
-replica's `Replica.slot`. So one walk over a prompt gives the depth of a thousand replicas: a step
-costs a dictionary lookup and, where the holders change, an ``&``. Keys noted together share one
-integer, which saves memory, and the walk passes over them by identity.
+over all keys. Each key has the set of its holders (`router.index.holders`), so one walk over a
+prompt gives the depth of a thousand replicas.
 
 Pure state: no clock, no I/O.
 """
@@ -19,90 +17,13 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import compress, count, filterfalse, islice, repeat, takewhile, zip_longest
+from itertools import filterfalse, islice, takewhile, zip_longest
 from math import inf
 from operator import itemgetter, or_
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final
 
+from router.index.holders import Depth, Holders, find_depths, slots
 from router.index.prompt_keys import LOWER_TIERS, ChunkRun, KvTier, Match, chunk_runs, joint_run
-
-_DIGIT_VALUES: Final = bytes.maketrans(b"01", b"\0\1")
-_BITS_PER_SLOT: Final = 16
-"""Taking one slot out of a set costs as much as looking at this many bits."""
-
-_PAIRS_PER_REPLICA: Final = 4
-"""Comparing two ends costs about a quarter of looking up a replica by its bit."""
-
-
-class Depth(NamedTuple):
-    """Replicas that match a prompt equally deep."""
-
-    replicas: int
-    """The bits of their slots; see `slots`."""
-    gpu_blocks: int
-    """How many blocks from the first on are on the GPU."""
-    blocks: int
-    """How many are in any tier, without a gap."""
-
-
-# Replicas, and after how many blocks of a prompt what they hold of it ends.
-# Plain tuples here: a named one costs 0.3 us, and there may be a thousand.
-_End: TypeAlias = tuple[int, int]
-
-
-class Holders:
-    """The replicas that hold each key; a key that none holds takes no room."""
-
-    def __init__(self) -> None:
-        self._masks: dict[int, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._masks)
-
-    def __repr__(self) -> str:
-        return f"<Holders of {len(self)} keys>"
-
-    def add(self, replica: int, keys: Iterable[int]) -> None:
-        """Note that a replica holds keys, whether or not that was known."""
-        bit = 1 << replica
-        masks = self._masks
-        setdefault = masks.setdefault
-        before = after = bit
-        for key in keys:
-            mask = setdefault(key, bit)
-            if mask is bit:
-                continue
-            if mask is not before:
-                before, after = mask, mask if mask & bit else mask | bit
-            if after is not mask:
-                masks[key] = after
-
-    def discard(self, replica: int, keys: Iterable[int]) -> None:
-        """Note that a replica does not hold keys, whether or not it was known to."""
-        bit = 1 << replica
-        masks = self._masks
-        get = masks.get
-        before = after = 0
-        for key in keys:
-            mask = get(key, 0)
-            if mask is not before:
-                before, after = mask, mask ^ bit if mask & bit else mask
-            if after is not mask:
-                if after:
-                    masks[key] = after
-                else:
-                    del masks[key]
-
-    def of(self, keys: Iterable[int]) -> Iterator[int]:
-        """Return the bits of each key's holders."""
-        return map(self._masks.get, keys, repeat(0))
-
-    def check(self, expected: Mapping[int, int], stale: int) -> None:
-        """Raise AssertionError unless these are the holders, apart from ``stale`` replicas."""
-        assert all(self._masks.values()), "a key without holders is kept"
-        for key in expected.keys() | self._masks:
-            wanted, has = expected.get(key, 0), self._masks.get(key, 0)
-            assert wanted | has & stale == has, (key, wanted, has, stale)
 
 
 @dataclass(eq=False, slots=True)
@@ -113,115 +34,6 @@ class Stale:
     tier: KvTier
     keys: Iterator[int]
     count: int
-
-
-def slots(replicas: int) -> list[int]:
-    """Return the slots whose bits are set, lowest first."""
-    if replicas.bit_count() * _BITS_PER_SLOT > replicas.bit_length():
-        digits = f"{replicas:b}".encode().translate(_DIGIT_VALUES)
-        return list(compress(count(), reversed(digits)))
-    found: list[int] = []
-    while replicas:
-        lowest = replicas & -replicas
-        found.append(lowest.bit_length() - 1)
-        replicas ^= lowest
-    return found
-
-
-def find_depths(
-    gpu: Holders,
-    lower: Holders,
-    keys: Sequence[int],
-    blocks_per_chunk: int,
-    among: int,
-    *,
-    chunks: Sequence[int],
-) -> list[Depth]:
-    """Return those ``among`` the replicas that hold the beginning of a prompt, deepest first.
-
-    ``keys`` are those of its blocks, ``chunks`` of its chunks. The GPU's blocks lead, and the lower
-    tiers go on from the chunk that holds their end.
-    """
-    on_gpu = _gpu_ends(gpu, keys, among)
-    beyond = _lower_ends(lower, chunks, blocks_per_chunk, on_gpu) if len(lower) else []
-    gone_on = reduce(or_, (replicas for replicas, _ in beyond), 0)
-    found = [
-        Depth(stayed, blocks, blocks)
-        for replicas, blocks in reversed(on_gpu)
-        if blocks and (stayed := replicas & ~gone_on)
-    ]
-    if beyond:
-        found += _split(beyond, on_gpu, gone_on)
-        found.sort(key=itemgetter(2, 1), reverse=True)
-    return found
-
-
-def _gpu_ends(gpu: Holders, keys: Sequence[int], among: int) -> list[_End]:
-    """Return replicas with how many blocks they hold on the GPU, from none to all."""
-    ends: list[_End] = []
-    alive, last = among, -1
-    if not among:
-        return ends
-    for at, holders in enumerate(gpu.of(keys)):
-        if holders is last:
-            continue
-        last = holders
-        left = alive & holders
-        if left != alive:
-            ends.append((alive ^ left, at))
-            alive = left
-            if not left:
-                return ends
-    ends.append((alive, len(keys)))
-    return ends
-
-
-def _lower_ends(
-    lower: Holders, chunks: Sequence[int], blocks_per_chunk: int, on_gpu: Sequence[_End]
-) -> list[_End]:
-    """Return the replicas that lower tiers take beyond their GPU, with how many blocks."""
-    joining: dict[int, int] = {}
-    for replicas, blocks in on_gpu:
-        if (chunk := blocks // blocks_per_chunk) < len(chunks):
-            joining[chunk] = joining.get(chunk, 0) | replicas
-    if not joining:
-        return []
-    first, last_joining = min(joining), max(joining)
-    ends: list[_End] = []
-    alive, last = 0, -1
-    for at, holders in enumerate(lower.of(chunks[first:]), first):
-        if holders is last and at not in joining:
-            continue
-        last = holders
-        left = (alive | joining.get(at, 0)) & holders
-        if ended := alive & ~left:
-            ends.append((ended, at * blocks_per_chunk))
-        alive = left
-        if not left and at >= last_joining:
-            return ends
-    if alive:
-        ends.append((alive, len(chunks) * blocks_per_chunk))
-    return ends
-
-
-def _split(beyond: Sequence[_End], on_gpu: Sequence[_End], gone_on: int) -> list[Depth]:
-    """Return the replicas that end equally, split by where their GPU ends."""
-    if len(beyond) * len(on_gpu) <= _PAIRS_PER_REPLICA * gone_on.bit_count():
-        return [
-            Depth(both, gpu_blocks, blocks)
-            for replicas, blocks in beyond
-            for others, gpu_blocks in on_gpu
-            if (both := replicas & others)
-        ]
-    gpu_blocks_of = {
-        slot: blocks for replicas, blocks in on_gpu for slot in slots(replicas & gone_on)
-    }
-    parts: dict[tuple[int, int], int] = {}
-    for replicas, blocks in beyond:
-        for slot in slots(replicas):
-            part = (gpu_blocks_of[slot], blocks)
-            parts[part] = parts.get(part, 0) | 1 << slot
-    return [Depth(replicas, *part) for part, replicas in parts.items()]
 
 
 def set_bits(bits: dict[int, int], replica: int, keys: Iterable[int]) -> None:
@@ -246,7 +58,8 @@ class SpeculativeEntries:
     def __init__(self) -> None:
         self._by_replica: dict[int, dict[int, SpeculativeEntry]] = {}
         self._by_end: list[tuple[float, int, SpeculativeEntry]] = []
-        self._made = 0
+        self._open: dict[SpeculativeEntry, None] = {}
+        self._timed = 0
         self._keys = 0
 
     def __len__(self) -> int:
@@ -260,22 +73,32 @@ class SpeculativeEntries:
         """
         return self._by_replica.setdefault(replica, {})
 
-    def add(self, replica: int, keys: Sequence[int], until_s: float) -> SpeculativeEntry:
-        """Claim keys until a time."""
+    def add(self, replica: int, keys: Sequence[int]) -> SpeculativeEntry:
+        """Claim keys, without an end."""
         believed = self.of(replica)
         claim = SpeculativeEntry(replica, keys, tuple(takewhile(bool, map(believed.get, keys))))
         if keys:
             believed.update(dict.fromkeys(keys, claim))
-            self._made += 1
-            heapq.heappush(self._by_end, (until_s, self._made, claim))
+            self._open[claim] = None
             self._keys += len(keys)
         return claim
 
-    def pop(self, now_s: float = inf) -> SpeculativeEntry | None:
+    def set_end(self, claim: SpeculativeEntry, until_s: float) -> None:
+        """Have a claim end at a time, unless it has an end already."""
+        if claim in self._open:
+            del self._open[claim]
+            self._timed += 1
+            heapq.heappush(self._by_end, (until_s, self._timed, claim))
+
+    def pop(self, now_s: float) -> SpeculativeEntry | None:
         """Take out the claim whose time is over first, if it is over by now; `end` it then."""
         if self._by_end and self._by_end[0][0] <= now_s:
             return heapq.heappop(self._by_end)[2]
         return None
+
+    def pop_first(self) -> SpeculativeEntry | None:
+        """Take out the claim that ends first, or the oldest without an end; `end` it then."""
+        return self.pop(inf) or next(iter(self._open), None)
 
     def end(self, claim: SpeculativeEntry) -> list[int]:
         """End a claim; return the keys that no other one is left on."""
@@ -289,6 +112,7 @@ class SpeculativeEntries:
             else:
                 del believed[key]
                 ended.append(key)
+        self._open.pop(claim, None)
         self._keys -= len(claim.keys)
         claim.keys = claim.former = ()
         return ended
@@ -303,7 +127,7 @@ class SpeculativeEntries:
 
     def check(self) -> None:
         """Raise AssertionError if the claims contradict each other."""
-        claims = {id(claim): claim for _, _, claim in self._by_end}
+        claims = {id(claim): claim for claim in (*self._open, *(each for *_, each in self._by_end))}
         assert self._keys == sum(len(claim.keys) for claim in claims.values())
         for replica, believed in self.items():
             for key, claim in believed.items():
@@ -318,6 +142,8 @@ _EVICTED_PART: Final = 8
 so none loses all while others, hardly smaller, lose nothing. Each costs a walk over its keys."""
 _KEYS_PER_TICK: Final = 10_000
 """Keys whose claims end, and keys whose bits are cleared, in one `tick`: some 10 ms each."""
+_MAX_CONTRADICTED: Final = 256
+"""Answers from one `tick` to the next that correct the index; the latest count."""
 _KEYS_PER_CLAIM: Final = 12
 """Ending a speculative entry costs as much as this many keys, besides its own."""
 
@@ -326,7 +152,8 @@ class PrefixIndex:
     """The keys that replicas hold or are believed to hold, at most ``max_keys`` of them.
 
     A key counts once for each replica and tier that holds it, and once for each claim; those of a
-    forgotten replica count until they are swept. Beyond the limit the oldest claims go first, then
+    forgotten replica count until they are swept. A store that replicas share is a holder of its
+    own: its keys count once, in the remote tier. Beyond the limit the oldest claims go first, then
     keys of the largest holdings: the chains that were not used for longest, from their ends. No
     key goes before those that follow it in a prompt, which would be useless without it.
     ``evicted`` counts claims and keys.
@@ -339,10 +166,15 @@ class PrefixIndex:
         self._held: dict[int, dict[KvTier, dict[int, int | None]]] = {}
         # Copies besides the first, of the few keys that have any.
         self._copies: dict[tuple[int, KvTier], dict[int, int]] = {}
+        self._contradicted: deque[tuple[int, Sequence[int]]] = deque(maxlen=_MAX_CONTRADICTED)
+        self._to_correct = self._contradicted.copy()
         self._claims = SpeculativeEntries()
         # On the GPU: known or believed. Lower: in any of the other tiers.
         self._on_gpu = Holders()
         self._lower = Holders()
+        # Stores that replicas share: the bits of those that read each, and the stores of each.
+        self._mounts: dict[int, int] = {}
+        self._stores: dict[int, list[int]] = {}
         self._stale: deque[Stale] = deque()
         self._stale_replicas = 0
         self._known = 0
@@ -355,8 +187,11 @@ class PrefixIndex:
         return f"<PrefixIndex {self._known=} claimed={len(self._claims)} {self.evicted=}>"
 
     def held(self, replica: int) -> dict[KvTier, int]:
-        """Return how many keys a replica is known to hold, by tier."""
-        return {tier: len(keys) for tier, keys in self._held.get(replica, {}).items()}
+        """Return how many keys a replica is known to hold, by tier, in shared stores too."""
+        held = {tier: len(keys) for tier, keys in self._held.get(replica, {}).items()}
+        for keys in self._in_stores(replica):
+            held[KvTier.REMOTE] = held.get(KvTier.REMOTE, 0) + len(keys)
+        return held
 
     def believed(self, replica: int) -> int:
         """Return how many keys a replica is believed to hold on its GPU, or to be computing."""
@@ -417,11 +252,33 @@ class PrefixIndex:
         else:
             self._clear_bits(replica, tier, gone)
 
+    def contradicted(self, replica: int, keys: Sequence[int]) -> None:
+        """Note that a replica has computed keys that its GPU was known to hold: it did not.
+
+        Too many copies were counted: vLLM also reports blocks that are reused, if a request wants
+        it. From the next but one `tick` on, when the events of the computing have arrived, one copy
+        counts.
+        """
+        self._contradicted.append((replica, keys))
+
+    def _correct(self) -> None:
+        for replica, keys in self._to_correct:
+            if copies := self._copies.get((replica, KvTier.GPU)):
+                for key in keys:
+                    copies.pop(key, None)
+        self._to_correct.clear()
+        self._to_correct, self._contradicted = self._contradicted, self._to_correct
+
     def forget(self, replica: int, tiers: Collection[KvTier] | None = None) -> None:
         """Drop all that is known of a replica, or of these tiers of it, at once.
 
-        With the GPU goes what was only believed. Its bits are left to `tick`.
+        With the GPU goes what was only believed, with all of them its shared stores. Its bits are
+        left to `tick`.
         """
+        if tiers is None:
+            self.mount(replica, 0)
+            for store in tuple(self._stores.get(replica, ())):
+                self.mount(store, self._mounts[store] & ~(1 << replica))
         held = self._held.get(replica, {})
         tiers = tuple(KvTier) if tiers is None else tiers
         for tier in tiers:
@@ -434,25 +291,53 @@ class PrefixIndex:
         # Keys that were believed count twice now: in their claims, and as to be swept.
         self._make_room()
 
-    def believe(self, replica: int, keys: Sequence[int], until_s: float) -> SpeculativeEntry:
-        """Count keys as held on the GPU until a time: they are being computed there.
+    def mount(self, store: int, replicas: int) -> None:
+        """Set which replicas read a shared store: ``replicas`` has the bits of their slots.
+
+        The store has a slot of its own, with which its keys are added to the remote tier, and
+        removed.
+        """
+        for replica in slots(self._mounts.pop(store, 0)):
+            self._stores[replica].remove(store)
+        if replicas:
+            self._mounts[store] = replicas
+        for replica in slots(replicas):
+            self._stores.setdefault(replica, []).append(store)
+
+    def _in_stores(self, replica: int) -> Iterator[dict[int, int | None]]:
+        """Return what the shared stores hold that a replica reads."""
+        for store in self._stores.get(replica, ()):
+            if held := self._held.get(store, {}).get(KvTier.REMOTE):
+                yield held
+
+    def believe(
+        self, replica: int, keys: Sequence[int], until_s: float | None = None
+    ) -> SpeculativeEntry:
+        """Count keys as held on the GPU until a time (or `set_end`): they are being computed there.
 
         A later claim on the same key takes its place until it ends; those known
         to be there need none.
         """
         if known := self._held.get(replica, {}).get(KvTier.GPU):
             keys = list(filterfalse(known.__contains__, keys))
-        claim = self._claims.add(replica, keys, until_s)
+        claim = self._claims.add(replica, keys)
         self._on_gpu.add(replica, keys)
+        if until_s is not None:
+            self.set_end(claim, until_s)
         self._make_room()
         return claim
+
+    def set_end(self, claim: SpeculativeEntry, until_s: float) -> None:
+        """Have a claim end at a time, unless it has an end already."""
+        self._claims.set_end(claim, until_s)
 
     def use(self, replica: int, keys: Sequence[int], chunks: Sequence[int]) -> None:
         """Note that a request uses what a replica holds of a prompt: that is evicted last.
 
         ``keys`` are those of its blocks, ``chunks`` of its chunks.
         """
-        for tier, held in self._held.get(replica, {}).items():
+        own = self._held.get(replica, {}).items()
+        for tier, held in (*own, *((KvTier.REMOTE, each) for each in self._in_stores(replica))):
             used = reversed(keys if tier is KvTier.GPU else chunks)
             # The last one stands for those before it, which are not evicted before it.
             if held and (last := next(filter(held.__contains__, used), None)) is not None:
@@ -490,7 +375,9 @@ class PrefixIndex:
         return not self._stale_replicas >> replica & 1
 
     def tick(self, now_s: float) -> None:
-        """Do what is left to do of `expire` and `sweep`, a bounded part; to be called often."""
+        """Do what is left to do of `expire` and `sweep`, a bounded part, and correct what answers
+        contradicted; to be called about once a second."""
+        self._correct()
         self.expire(now_s, _KEYS_PER_TICK)
         self.sweep(_KEYS_PER_TICK)
 
@@ -517,6 +404,7 @@ class PrefixIndex:
             return ()
         held = self._held.get(replica, {})
         lower = [(tier, held[tier]) for tier in LOWER_TIERS if held.get(tier)]
+        lower += ((KvTier.REMOTE, each) for each in self._in_stores(replica))
         return chunk_runs(lower, chunks, start) if lower else ()
 
     def computes(self, replica: int, chunk: int) -> bool:
@@ -538,9 +426,20 @@ class PrefixIndex:
         """
         if chunks is None:
             chunks = keys[blocks_per_chunk - 1 :: blocks_per_chunk]
-        stale = among & self._stale_replicas
-        ends = among ^ stale
-        found = find_depths(self._on_gpu, self._lower, keys, blocks_per_chunk, ends, chunks=chunks)
+        stale = self._stale_replicas
+        for store, replicas in self._mounts.items():
+            if self._stale_replicas >> store & 1:
+                stale |= replicas
+        stale &= among
+        found = find_depths(
+            self._on_gpu,
+            self._lower,
+            keys,
+            blocks_per_chunk,
+            among ^ stale,
+            chunks=chunks,
+            mounts=self._mounts,
+        )
         for replica in slots(stale):
             match = self.match(replica, keys, blocks_per_chunk, chunks)
             if blocks := match.blocks(blocks_per_chunk):
@@ -559,6 +458,11 @@ class PrefixIndex:
             assert all(more >= 1 for more in copies.values())
         assert sum(stale.count for stale in self._stale) == self._to_sweep
         assert len(self) <= self.max_keys
+        for store, replicas in self._mounts.items():
+            assert replicas and all(store in self._stores[each] for each in slots(replicas))
+        assert sum(map(len, self._stores.values())) == sum(
+            map(int.bit_count, self._mounts.values())
+        )
         on_gpu: dict[int, int] = {}
         lower: dict[int, int] = {}
         for replica, tiers in self._held.items():
@@ -596,7 +500,7 @@ class PrefixIndex:
             return
         target = self.max_keys - self.max_keys // _EVICTION_SLACK
         self.sweep(len(self) - target)
-        while len(self) > target and (claim := self._claims.pop()) is not None:
+        while len(self) > target and (claim := self._claims.pop_first()) is not None:
             self.evicted += len(claim.keys)
             self.withdraw(claim)
         while (count := len(self) - target) > 0:

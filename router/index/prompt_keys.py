@@ -34,6 +34,9 @@ class KeyShape:
     block_tokens: int
     blocks_per_chunk: int = 1
     """1 where there is no agent: vLLM's own offloading reports block keys."""
+    hashes_per_block: int = 1
+    """More where vLLM hashes fewer tokens at a time, because of other cache groups. A block has the
+    key at its end."""
     lmcache: LmcacheKeys | None = None
     """How chunks have LMCache's keys; None: they have those of their last blocks."""
 
@@ -257,7 +260,9 @@ def _by_tokens(prompt: PromptView, shape: KeyShape, lora: tuple[str, str] | None
     chunk_keys = [lmcache_key64(each, prompt.cache_salt) for each in chunk_chain]
     chain, keys = chunk_chain, chunk_keys
     if shape.scheme is not None:
-        chain = prompt.chain(shape.scheme, shape.block_tokens, lora=lora)
+        step = shape.hashes_per_block
+        chain = prompt.chain(shape.scheme, shape.block_tokens // step, lora=lora)
+        chain = chain[step - 1 :: step] if step > 1 else chain
         keys = keys64(chain)
     if not shape.lmcache:
         chunk_keys = keys[shape.blocks_per_chunk - 1 :: shape.blocks_per_chunk]

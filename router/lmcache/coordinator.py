@@ -7,17 +7,23 @@ counted.
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import inf
 from typing import Any, Final
 
 from router.fleet.fleet import Fleet
-from router.index.lmcache_keys import LmcacheKeys, lmcache_key64
+from router.index.lmcache_keys import LmcacheKeys
 from router.index.prompt_keys import KvTier
 from router.lmcache.coordinator_protocol import ObjectKey, ServerEventBatch, ServerRegistration
-from router.lmcache.key_directory import KeyDirectory, TierChange, backend_of, owner_of
+from router.lmcache.key_directory import (
+    KeyDirectory,
+    TierChange,
+    backend_of,
+    is_shared,
+    owner_of,
+)
 from warmroute_common.addresses import join_host_port
 from warmroute_common.api_errors import OverloadedError
 
@@ -26,14 +32,14 @@ log = logging.getLogger("warmroute.lmcache")
 SILENCE_S: Final = 30.0
 """A server without a heartbeat for this long is forgotten; it sends one every 5 s."""
 MAX_SERVERS: Final = 1024
-MAX_KEYS: Final = 500_000
-"""Limit of the directory; 128 million tokens at 256 tokens a chunk."""
 DEFAULT_CHUNK_TOKENS: Final = 256
 """LMCache's default."""
 _MAX_SHARED: Final = 64
 """Backends that several servers reach; further ones are ignored."""
 _MAX_MODELS: Final = 64
 """Models remembered per server."""
+_MAX_STORES: Final = 256
+"""Models in shared backends that the index knows; further ones are ignored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +171,11 @@ class EventStreams:
     def is_followed(self, instance_id: str) -> bool:
         return instance_id in self._cursors
 
+    def incarnation(self, instance_id: str) -> int:
+        """Return a server's incarnation, 0 if it is not followed."""
+        cursor = self._cursors.get(instance_id)
+        return 0 if cursor is None else cursor.incarnation
+
 
 @dataclass(eq=False, kw_only=True)
 class LiveServer:
@@ -178,7 +189,11 @@ class LiveServer:
 
 
 class ReplicaServers:
-    """Which server each replica uses; applies changes of a server's tiers to the fleet's index."""
+    """Which server each replica uses; applies changes of a server's tiers to the fleet's index.
+
+    A shared backend's keys of one model are in the index once, as those of a store that replicas
+    read (`PrefixIndex.mount`): LMCache's keys do not cover the model.
+    """
 
     def __init__(self, fleet: Fleet, directory: KeyDirectory) -> None:
         self._fleet = fleet
@@ -188,6 +203,8 @@ class ReplicaServers:
         """By replica: the model roots for which its server's keys are in the index."""
         self._mounts: dict[str, set[str]] = {}
         """By owner name of a shared backend: the ids of the servers that reach it."""
+        self._stores: dict[tuple[str, str], int] = {}
+        """The slots of stores, by owner and model."""
 
     def server_of(self, replica_id: str) -> LiveServer | None:
         """Return a replica's server; any id of the replica will do."""
@@ -218,25 +235,35 @@ class ReplicaServers:
         mounting = self._mounts.setdefault(owner, set())
         if instance_id not in mounting:
             mounting.add(instance_id)
-            for name, server in list(self._server_of.items()):
-                if server.instance_id == instance_id:
-                    self._index(name, self._held_by((owner,)))
+            self._mount()
 
     def shared_backends(self, instance_id: str) -> set[str]:
         """Return the names of the backends that a server shares with others."""
         return {backend_of(each) for each, by in self._mounts.items() if instance_id in by}
 
+    def mounting(self, owner: str) -> str:
+        """Return one of the servers that reach a shared backend, the first by name."""
+        return min(self._mounts.get(owner, ()), default="")
+
     def server_ended(self, instance_id: str) -> None:
         """Forget which shared backends a server reached."""
         left = ((owner, by - {instance_id}) for owner, by in self._mounts.items())
         self._mounts = {owner: by for owner, by in left if by}
+        self._mount()
 
     def apply(self, changes: Sequence[TierChange]) -> None:
         """Apply changes to the index of each replica whose server they concern."""
         touched = {each.owner for each in changes}
         for name, server in self._server_of.items():
-            if owners := touched & self._owners(server):
-                self._index(name, (each for each in changes if each.owner in owners))
+            if server.instance_id in touched:
+                self._index(name, (each for each in changes if each.owner == server.instance_id))
+        in_stores: dict[int, list[TierChange]] = {}
+        for each in changes:
+            if is_shared(each.owner) and (store := self._store(each)) is not None:
+                in_stores.setdefault(store, []).append(each)
+        for store, changed in in_stores.items():
+            for (_, stored), keys in _grouped(changed).items():
+                self._fleet.change_store(store, keys, stored=stored)
 
     def learn_models(self, batch: ServerEventBatch) -> None:
         """Learn a server's models, and their KV bytes per token, from stored keys."""
@@ -262,9 +289,21 @@ class ReplicaServers:
         """Return a replica's configured name: its id may change, this does not."""
         return self._fleet.replicas[replica_id].config.name
 
-    def _owners(self, server: LiveServer) -> set[str]:
-        mounted = {each for each, by in self._mounts.items() if server.instance_id in by}
-        return {server.instance_id, *mounted}
+    def _store(self, change: TierChange) -> int | None:
+        """Return the slot of the store that holds a key, None if the index does not know it."""
+        named = (change.owner, change.model)
+        if named not in self._stores and change.stored and len(self._stores) < _MAX_STORES:
+            self._stores[named] = self._fleet.add_store()
+            self._mount()
+        return self._stores.get(named)
+
+    def _mount(self) -> None:
+        """Tell the index which replicas read which store."""
+        for (owner, model), store in self._stores.items():
+            mounting = self._mounts.get(owner, ())
+            servers = self._server_of.items()
+            reading = [name for name, server in servers if server.instance_id in mounting]
+            self._fleet.mount(store, [name for name in reading if self._serves(name, model)])
 
     def _serves(self, name: str, model: str) -> bool:
         roots = self._fleet.replicas[name].roots
@@ -283,40 +322,35 @@ class ReplicaServers:
         keys = None if server is None else LmcacheKeys(chunk_tokens=server.chunk_tokens)
         self._fleet.tie_lmcache(name, keys)
         if server is not None:
-            self._index(name, self._held_by(self._owners(server)))
-
-    def _held_by(self, owners: Iterable[str]) -> Iterator[TierChange]:
-        for owner in owners:
-            for key, tiers in self._directory.held_by(owner):
-                yield from (TierChange(owner, tier, True, key) for tier in tiers)
+            self._index(name, self._directory.held_by(server.instance_id))
+        self._mount()
 
     def _index(self, name: str, changes: Iterable[TierChange]) -> None:
-        for (tier, stored), keys in self._grouped(name, changes).items():
-            self._fleet.change_lower(name, tier, list(keys), stored=stored)
+        served = (each for each in changes if self._serves(name, each.model))
+        for (tier, stored), keys in _grouped(served).items():
+            self._fleet.change_lower(name, tier, keys, stored=stored)
 
-    def _grouped(
-        self, name: str, changes: Iterable[TierChange]
-    ) -> dict[tuple[KvTier, bool], dict[int, None]]:
-        """Return index keys by tier and by whether they were stored, stored ones first.
 
-        A batch either stores a key or deletes it. Only the directory's own eviction removes what
-        the same batch has stored; so removals come last.
-        """
-        found: dict[tuple[KvTier, bool], dict[int, None]] = {}
-        for each in changes:
-            key = each.key
-            if key.is_leading and self._serves(name, key.model_name):
-                key64 = lmcache_key64(key.chunk_hash, key.cache_salt)
-                found.setdefault((each.tier, each.stored), {})[key64] = None
-        return dict(sorted(found.items(), key=lambda one: not one[0][1]))
+def _grouped(changes: Iterable[TierChange]) -> dict[tuple[KvTier, bool], list[int]]:
+    """Return index keys by tier and by whether they were stored, stored ones first.
+
+    A batch either stores a key or deletes it. Only the directory's own eviction removes what
+    the same batch has stored; so removals come last.
+    """
+    found: dict[tuple[KvTier, bool], dict[int, None]] = {}
+    for each in changes:
+        found.setdefault((each.tier, each.stored), {})[each.key] = None
+    in_order = sorted(found.items(), key=lambda one: not one[0][1])
+    return {group: list(keys) for group, keys in in_order}
 
 
 class Coordinator:
     """Everything that the router knows about stock LMCache servers."""
 
-    def __init__(self, fleet: Fleet, max_keys: int = MAX_KEYS) -> None:
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
         self.servers = RegisteredServers()
-        self.directory = KeyDirectory(max_keys)
+        self.directory = KeyDirectory(fleet.index.max_keys)
         self.replica_servers = ReplicaServers(fleet, self.directory)
         self.chunk_tokens = DEFAULT_CHUNK_TOKENS
         """Chunk size of the servers that answer; LMCache wants one size per fleet."""
@@ -374,6 +408,7 @@ class Coordinator:
     def apply(self, batches: list[ServerEventBatch], now_s: float = 0.0) -> dict[str, int]:
         """Apply batches in their order; return how many had which status."""
         found: Counter[str] = Counter({each.value: 0 for each in BatchStatus})
+        self.directory.max_keys = self._fleet.index.max_keys
         for batch in batches:
             status = self._apply(batch, now_s)
             self.counts[status] += 1
@@ -391,6 +426,26 @@ class Coordinator:
     def confirmed(self, instance_id: str, keys: list[ObjectKey]) -> None:
         """Record keys that a server was asked for and has in L1."""
         self.replica_servers.apply(self.directory.confirm(instance_id, keys))
+
+    def placements(self, key: ObjectKey) -> list[dict[str, Any]]:
+        """Return where a key's chunk is, as LMCache's coordinator answers it; sizes are not kept.
+
+        One server is named for a shared backend.
+        """
+        found = []
+        for owner, tier, backend in self.directory.placements(key):
+            name = self.replica_servers.mounting(owner) if is_shared(owner) else owner
+            found.append(
+                {
+                    "instance_id": name,
+                    "incarnation": self._streams.incarnation(name),
+                    "tier": tier,
+                    "backend": backend,
+                    "size_bytes": 0,
+                    "shared": is_shared(owner),
+                }
+            )
+        return sorted(found, key=lambda each: (each["instance_id"], each["tier"], each["backend"]))
 
     @property
     def last_missed_s(self) -> float:
@@ -423,5 +478,13 @@ class Coordinator:
         if batch.shared:
             self.replica_servers.mounted(owner_of(batch), batch.instance_id)
         self.replica_servers.apply(self.directory.apply(batch))
+        if self.directory.evicted:
+            if not self.counts["evicted"]:
+                log.warning(
+                    "the directory of LMCache's keys is full (%d keys): chunks that servers hold "
+                    "are no longer matched; raise index.max_keys",
+                    self.directory.max_keys,
+                )
+            self.counts["evicted"] = self.directory.evicted
         self.replica_servers.learn_models(batch)
         return BatchStatus.APPLIED.value

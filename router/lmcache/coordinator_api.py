@@ -123,13 +123,16 @@ class CoordinatorApi:
     # --- keys
 
     async def lookup(self, request: web.Request) -> web.Response:
-        """Answer which servers hold the given keys, or a prompt's chunks."""
+        """Answer which servers hold the given keys, or a prompt's chunks.
+
+        All ranks and groups of a chunk are said to be where its leading key is. Accesses and tokens
+        are not kept.
+        """
         call = await read_call(request, DirectoryLookupCall)
         keys = [each.key() for each in call.keys]
         chunks = len(keys)
         if not keys:
             chunks, keys = prompt_keys(call, self._coordinator.chunk_tokens)
-            keys = self._coordinator.directory.in_all_groups(keys)
         check_count(len(keys))
         return as_json({"chunks": chunks, "results": [self._found(key) for key in keys]})
 
@@ -181,24 +184,11 @@ class CoordinatorApi:
         return LmcacheServerClient(self._session, server.url)
 
     def _found(self, key: ObjectKey) -> dict[str, Any]:
-        record = self._coordinator.directory.get(key)
-        placements = [
-            {
-                "instance_id": copy.instance_id,
-                "incarnation": copy.incarnation,
-                "tier": location.tier,
-                "backend": location.backend,
-                "size_bytes": copy.size_bytes,
-                "shared": location.is_shared,
-            }
-            for location, copy in record.copies.items()
-        ]
-        placements.sort(key=lambda each: (each["instance_id"], each["tier"], each["backend"]))
         return {
             "key": key.encoded(),
-            "placements": placements,
-            "access_count": record.access_count,
-            "token_ids": self._coordinator.directory.token_ids(key.chunk_hash),
+            "placements": self._coordinator.placements(key),
+            "access_count": 0,
+            "token_ids": [],
         }
 
     def _with_details(self, route: web.RouteDef) -> web.RouteDef:

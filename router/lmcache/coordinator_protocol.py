@@ -19,12 +19,12 @@ from warmroute_common.api_errors import ApiError, BadRequestError
 from warmroute_common.decoding import decode_json
 from warmroute_common.http_server import read_body
 
-UNKNOWN_OFFSET: Final = -1
-"""``token_offset`` of a chunk whose position in its prompt is not reported."""
 _FORBIDDEN_IN_SALT: Final = frozenset("@/\\\x00")
 _LONGEST_SALT: Final = 128
 _LONGEST_NAME: Final = 1024
 _MAX_KEYS: Final = 100_000
+_RANK_0: Final = ~0x00FF_00FF
+"""The bits of a ``kv_rank`` that are not the rank's (`kv_rank`)."""
 
 LmcacheTier = Literal["l1", "l2"]
 """l1: CPU RAM of the server; l2: its disks and remote stores."""
@@ -54,6 +54,10 @@ class ObjectKey(NamedTuple):
     def is_leading(self) -> bool:
         """Whether this is rank 0 of group 0: the key that the router follows for its chunk."""
         return not self.object_group_id and not self.kv_rank >> 16 & 0xFF
+
+    def leading(self) -> "ObjectKey":
+        """Return the key of rank 0 and group 0 of the same chunk."""
+        return self._replace(kv_rank=self.kv_rank & _RANK_0, object_group_id=0)
 
     @property
     def world_size(self) -> int:
@@ -131,8 +135,6 @@ class ServerEventEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     key: EncodedKey
     size_bytes: _Count = 0
-    token_ids: list[_Token] = []
-    token_offset: Annotated[int, Meta(ge=UNKNOWN_OFFSET)] = UNKNOWN_OFFSET
 
 
 class ServerEventBatch(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,47 +1,36 @@
-"""Which LMCache server holds which keys, in which tier and backend. Pure.
+"""Which LMCache server holds which chunks, in which tier and backend. Pure.
 
-The directory learns from the servers' events, as the directory of LMCache's coordinator does. Each
-key that an owner gains or loses in one of the router's tiers is returned as a `TierChange`.
+The directory learns from the servers' events, as the directory of LMCache's coordinator does, but
+keeps only what placement uses: of a chunk's keys, one per rank and object group, the leading one,
+and of that the 64 bits by which the index knows it. A key takes about 100 bytes, none of which the
+garbage collector visits. Each key that an owner gains or loses in one of the router's tiers is
+returned as a `TierChange`.
 """
 
-from array import array
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final, NamedTuple
 
+from router.index.lmcache_keys import lmcache_key64
 from router.index.prompt_keys import KvTier
-from router.lmcache.coordinator_protocol import (
-    LmcacheTier,
-    ObjectKey,
-    ServerEventBatch,
-    ServerEventEntry,
-)
+from router.lmcache.coordinator_protocol import LmcacheTier, ObjectKey, ServerEventBatch
 
-_MAX_TOKEN_BYTES: Final = 256 << 20
-_TOKEN_BYTES: Final = 4
-_MAX_GROUPS: Final = 16
-"""Object groups; keys of further groups are not found by their chunk's tokens."""
 _SHARED: Final = "\0"
 """First character of a shared backend's owner name; no server's id contains it."""
 LOCAL_BACKENDS: Final = frozenset(
     {"fs", "fs_native", "raw_block", "dax", "hf3fs", "nixl_store", "nixl_store_dynamic", "mock"}
 )
 """L2 backends on local disks; any other backend, also an unknown one, counts as remote."""
-
-
-class KeyLocation(NamedTuple):
-    """A backend that holds a key's bytes."""
-
-    owner: str
-    """The server's id, or the name of a shared backend (`owner_of`)."""
-    tier: LmcacheTier
-    backend: str
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether several servers reach it."""
-        return self.owner.startswith(_SHARED)
+_UNCERTAIN: Final = 1
+"""Bit of a key whose deletion from L1 may have been missed."""
+_MAX_BACKENDS: Final = 16
+"""Backends of an owner; what further ones hold is ignored."""
+_EVICTION_SLACK: Final = 256
+"""If full, this fraction of the limit is evicted at once: finding the oldest key walks over deleted
+ones."""
+_EVICTED_PART: Final = 8
+"""At most this fraction of the keys of the largest holding goes before the next one is taken."""
 
 
 def owner_of(batch: ServerEventBatch) -> str:
@@ -49,253 +38,243 @@ def owner_of(batch: ServerEventBatch) -> str:
     return _SHARED + batch.backend if batch.shared else batch.instance_id
 
 
+def is_shared(owner: str) -> bool:
+    """Whether an owner is a backend that several servers reach."""
+    return owner.startswith(_SHARED)
+
+
 def backend_of(owner: str) -> str:
     """Return the name of a shared backend, from its owner name."""
     return owner.removeprefix(_SHARED)
 
 
-@dataclass(frozen=True, slots=True)
-class KeyCopy:
-    """A key's bytes at one location, as an event reported them."""
+class KeyPlacement(NamedTuple):
+    """A backend that holds a chunk."""
 
-    instance_id: str
-    incarnation: int
-    size_bytes: int
-    is_certain: bool = True
-    """False if a deletion may have been missed."""
+    owner: str
+    """The server's id, or the name of a shared backend (`owner_of`)."""
+    tier: LmcacheTier
+    backend: str
 
 
 class TierChange(NamedTuple):
-    """An owner gained or lost a key in a tier."""
+    """An owner gained or lost a chunk of a model in a tier."""
 
     owner: str
     tier: KvTier
     stored: bool
-    key: ObjectKey
+    model: str
+    key: int
+    """As the index knows it (`lmcache_key64`)."""
+
+
+class _Family(NamedTuple):
+    """The parts of a key that many keys share."""
+
+    model: str
+    kv_rank: int
 
 
 @dataclass(slots=True)
-class KeyRecord:
-    """A key's copies, and how often it was read."""
+class _Owner:
+    """What one owner holds: keys with the bits of their copies, the least recently used first."""
 
-    copies: dict[KeyLocation, KeyCopy] = field(default_factory=dict)
-    access_count: int = 0
+    name: str
+    backends: list[tuple[LmcacheTier, str]] = field(default_factory=list)
+    keys: dict[_Family, dict[int, int]] = field(default_factory=dict)
+    l1: int = 0
+    """The bits of its backends in L1."""
 
-    def tiers(self, owner: str) -> set[KvTier]:
-        """Return the tiers in which an owner holds the key."""
-        return {_tier(at, copy) for at, copy in self.copies.items() if at.owner == owner}
+    def bit(self, tier: LmcacheTier, backend: str) -> int:
+        """Return the bit of copies in a backend, 0 if that is ignored."""
+        if (tier, backend) not in self.backends:
+            if len(self.backends) >= _MAX_BACKENDS:
+                return 0
+            self.backends.append((tier, backend))
+            if tier == "l1":
+                self.l1 |= 2 << len(self.backends) - 1
+        return 2 << self.backends.index((tier, backend))
 
+    def where(self, copies: int) -> list[tuple[LmcacheTier, str]]:
+        """Return the backends that copies are in."""
+        return [each for at, each in enumerate(self.backends) if copies >> at + 1 & 1]
 
-@dataclass(slots=True)
-class _Chunk:
-    """A chunk's tokens, four bytes each, and how many keys it has."""
+    def tiers(self, copies: int) -> set[KvTier]:
+        """Return the router's tiers that copies are in."""
+        found = set[KvTier]()
+        for tier, backend in self.where(copies):
+            if tier == "l1":
+                # Uncertain CPU RAM counts as disk, so that a prefetch checks it before it is used.
+                found.add(KvTier.DISK if copies & _UNCERTAIN else KvTier.CPU)
+            else:
+                is_local = not is_shared(self.name) and backend in LOCAL_BACKENDS
+                found.add(KvTier.DISK if is_local else KvTier.REMOTE)
+        return found
 
-    tokens: bytes = b""
-    keys: int = 0
+    def with_l1(self, copies: int) -> int:
+        """Return copies, of which one in L1 is certain. Events and answers need not name it."""
+        return (copies if copies & self.l1 else copies | self.bit("l1", "dram")) & ~_UNCERTAIN
+
+    def without(self, copies: int, bits: int) -> int:
+        """Return the copies that are left."""
+        left = copies & ~bits
+        return left if left & self.l1 else left & ~_UNCERTAIN
 
 
 class KeyDirectory:
-    """The keys of all servers; above ``max_keys`` the least recently used are forgotten."""
+    """The keys of all owners; above ``max_keys`` the least recently used are forgotten.
+
+    A key counts once for each owner. ``evicted`` counts the forgotten ones.
+    """
 
     def __init__(self, max_keys: int) -> None:
         self.max_keys = max_keys
-        self._records: OrderedDict[ObjectKey, KeyRecord] = OrderedDict()
-        self._of_owner: dict[str, dict[ObjectKey, None]] = {}
-        self._groups: set[int] = set()
-        self._chunks: dict[bytes, _Chunk] = {}
-        self._token_bytes = 0
+        self.evicted = 0
+        self._owners: dict[str, _Owner] = {}
+        self._count = 0
 
     def __len__(self) -> int:
-        return len(self._records)
+        return self._count
 
-    def get(self, key: ObjectKey) -> KeyRecord:
-        """Return a key's record, an empty one if the key is unknown."""
-        return self._records.get(key, _UNKNOWN)
+    def placements(self, key: ObjectKey) -> list[KeyPlacement]:
+        """Return where the chunk of a key is."""
+        family, key64 = _packed(key.leading())
+        return [
+            KeyPlacement(each.name, tier, backend)
+            for each in self._owners.values()
+            for tier, backend in each.where(each.keys.get(family, {}).get(key64, 0))
+        ]
 
-    def token_ids(self, chunk_hash: bytes) -> list[int]:
-        """Return a chunk's tokens, or [] if they were not reported."""
-        chunk = self._chunks.get(chunk_hash)
-        return array("I", chunk.tokens if chunk else b"").tolist()
-
-    def in_all_groups(self, keys: Iterable[ObjectKey]) -> list[ObjectKey]:
-        """Return keys of object group 0, each with the known keys of its chunk in other groups."""
-        found = []
-        for key in keys:
-            others = (key._replace(object_group_id=each) for each in sorted(self._groups))
-            found += [key, *(each for each in others if each in self._records)]
-        return found
-
-    def held_by(self, owner: str) -> Iterator[tuple[ObjectKey, set[KvTier]]]:
-        """Return an owner's keys with the tiers that hold them."""
-        for key in self._of_owner.get(owner, ()):
-            yield key, self._records[key].tiers(owner)
+    def held_by(self, name: str) -> Iterator[TierChange]:
+        """Return an owner's keys in each tier, as if they were stored now."""
+        if (owner := self._owners.get(name)) is not None:
+            for family, keys in owner.keys.items():
+                for key in reversed(keys):  # as they follow each other in prompts
+                    for tier in owner.tiers(keys[key]):
+                        yield TierChange(name, tier, True, family.model, key)
 
     def apply(self, batch: ServerEventBatch) -> list[TierChange]:
         """Apply a batch, which must be in order; return its changes."""
+        owner = self._owner(owner_of(batch))
         changes: list[TierChange] = []
-        location = KeyLocation(owner_of(batch), batch.tier, batch.backend)
-        if batch.event_type == "delete":
-            for entry in batch.entries:
-                key = entry.key.key()
-                if location in (record := self.get(key)).copies:
-                    self._set(key, record, location, None, changes)
-            return changes
-        for entry in batch.entries:
-            self._apply(batch, entry, location, changes)
+        told = (entry.key.key() for entry in batch.entries)
+        packed = [_packed(each) for each in told if each.is_leading]
+        is_l1, kind = batch.tier == "l1", batch.event_type
+        bit = 0 if is_l1 and kind == "access" else owner.bit(batch.tier, batch.backend)
+        for family, key in packed:
+            copies = owner.keys.get(family, {}).get(key, 0)
+            if kind == "delete":
+                copies = owner.without(copies, bit)
+            elif is_l1 and (bit or kind == "access"):
+                copies = owner.with_l1(copies | bit)
+            else:
+                copies |= bit
+            self._set(owner, family, key, copies, changes)
+        # The last is evicted last: the beginning of a prompt.
+        for family, key in reversed(packed):
+            keys = owner.keys.get(family, {})
+            if key in keys:
+                keys[key] = keys.pop(key)
+        self._tidy(owner)
         return self._evicted(changes)
 
     def server_ended(self, instance_id: str) -> list[TierChange]:
         """Forget a server's L1: its process has ended. Its L2 survives."""
-        return self._change_l1(instance_id, lambda copy: None)
+        return self._change_l1(instance_id, lambda owner, copies: owner.without(copies, owner.l1))
 
     def events_missed(self, instance_id: str) -> list[TierChange]:
         """Mark a server's L1 as uncertain: deletions may have been missed."""
-        return self._change_l1(instance_id, lambda copy: replace(copy, is_certain=False))
+        return self._change_l1(instance_id, lambda owner, copies: copies | _UNCERTAIN)
 
     def confirm(self, instance_id: str, keys: Iterable[ObjectKey]) -> list[TierChange]:
         """Record keys that a server has said it holds in L1."""
+        owner = self._owner(instance_id)
         changes: list[TierChange] = []
-        for key in keys:
-            record = self._records.get(key)
-            if record is None:
-                record = self._new(key)
-            location = self._l1_location(record, instance_id)
-            known = record.copies.get(location)
-            copy = replace(known, is_certain=True) if known else KeyCopy(instance_id, 0, 0)
-            self._set(key, record, location, copy, changes)
+        for family, key in map(_packed, keys):
+            copies = owner.with_l1(owner.keys.get(family, {}).get(key, 0))
+            self._set(owner, family, key, copies, changes)
+        self._tidy(owner)
         return self._evicted(changes)
 
     def refute(self, instance_id: str, keys: Iterable[ObjectKey]) -> list[TierChange]:
         """Forget the uncertain copies of keys that a server has said it lacks."""
+        owner = self._owner(instance_id)
         changes: list[TierChange] = []
-        for key in keys:
-            record = self.get(key)
-            for location, copy in list(record.copies.items()):
-                if location.owner == instance_id and not copy.is_certain:
-                    self._set(key, record, location, None, changes)
+        for family, key in map(_packed, keys):
+            copies = owner.keys.get(family, {}).get(key, 0)
+            if copies & _UNCERTAIN:
+                self._set(owner, family, key, owner.without(copies, owner.l1), changes)
+        self._tidy(owner)
         return changes
 
     def check(self) -> None:
         """Raise AssertionError if the directory contradicts itself."""
-        assert len(self._records) <= self.max_keys
-        owners: dict[str, set[ObjectKey]] = {}
-        for key, record in self._records.items():
-            assert record.copies, key
-            for location in record.copies:
-                owners.setdefault(location.owner, set()).add(key)
-        assert owners == {owner: set(keys) for owner, keys in self._of_owner.items()}
-        assert self._token_bytes == sum(len(each.tokens) for each in self._chunks.values())
-        keys = Counter(key.chunk_hash for key in self._records)
-        assert keys == {digest: each.keys for digest, each in self._chunks.items()}
+        assert self._count <= self.max_keys
+        found = 0
+        for name, owner in self._owners.items():
+            assert name == owner.name and owner.keys
+            for keys in owner.keys.values():
+                assert keys and all(map(owner.tiers, keys.values()))
+                assert all(each & owner.l1 for each in keys.values() if each & _UNCERTAIN)
+                found += len(keys)
+        assert found == self._count
 
     # --- parts of the above
 
-    def _apply(
-        self,
-        batch: ServerEventBatch,
-        entry: ServerEventEntry,
-        location: KeyLocation,
-        changes: list[TierChange],
-    ) -> None:
-        key, size_bytes = entry.key.key(), entry.size_bytes
-        record = self._records.get(key)
-        if batch.event_type == "access":
-            # An access proves that the key is there. For L1 it names no backend: usually there is
-            # only one.
-            if batch.tier == "l1":
-                location = self._l1_location(record, location.owner)
-            known = record and record.copies.get(location)
-            size_bytes = known.size_bytes if known else 0
-        if record is None:
-            record = self._new(key)
-        if batch.event_type == "access":
-            record.access_count += 1
-            self._records.move_to_end(key)
-        self._keep_tokens(key, entry)
-        copy = KeyCopy(batch.instance_id, batch.incarnation, size_bytes)
-        self._set(key, record, location, copy, changes)
+    def _owner(self, name: str) -> _Owner:
+        return self._owners.setdefault(name, _Owner(name))
 
-    @staticmethod
-    def _l1_location(record: KeyRecord | None, owner: str) -> KeyLocation:
-        locations = record.copies if record else ()
-        known = (each for each in locations if each.owner == owner and each.tier == "l1")
-        return next(known, KeyLocation(owner, "l1", "dram"))
+    def _tidy(self, owner: _Owner) -> None:
+        """Forget an owner that holds nothing."""
+        owner.keys = {family: keys for family, keys in owner.keys.items() if keys}
+        if not owner.keys:
+            del self._owners[owner.name]
 
-    def _new(self, key: ObjectKey) -> KeyRecord:
-        self._chunks.setdefault(key.chunk_hash, _Chunk()).keys += 1
-        if key.object_group_id and len(self._groups) < _MAX_GROUPS:
-            self._groups.add(key.object_group_id)
-        record = self._records[key] = KeyRecord()
-        return record
-
-    def _keep_tokens(self, key: ObjectKey, entry: ServerEventEntry) -> None:
-        chunk, nbytes = self._chunks[key.chunk_hash], len(entry.token_ids) * _TOKEN_BYTES
-        if nbytes and not chunk.tokens and self._token_bytes + nbytes <= _MAX_TOKEN_BYTES:
-            chunk.tokens = array("I", entry.token_ids).tobytes()
-            self._token_bytes += nbytes
-
-    def _change_l1(
-        self, owner: str, change: Callable[[KeyCopy], KeyCopy | None]
-    ) -> list[TierChange]:
+    def _change_l1(self, name: str, change: Callable[[_Owner, int], int]) -> list[TierChange]:
+        owner = self._owner(name)
         changes: list[TierChange] = []
-        for key in list(self._of_owner.get(owner, ())):
-            record = self._records[key]
-            l1 = [each for each in record.copies if each.owner == owner and each.tier == "l1"]
-            for location in l1:
-                self._set(key, record, location, change(record.copies[location]), changes)
+        for family, keys in owner.keys.items():
+            for key in [key for key, copies in keys.items() if copies & owner.l1]:
+                self._set(owner, family, key, change(owner, keys[key]), changes)
+        self._tidy(owner)
         return changes
 
     def _set(
-        self,
-        key: ObjectKey,
-        record: KeyRecord,
-        location: KeyLocation,
-        copy: KeyCopy | None,
-        changes: list[TierChange],
+        self, owner: _Owner, family: _Family, key: int, copies: int, changes: list[TierChange]
     ) -> None:
-        """Set or remove (None) a key's copy: the only way in which a record changes."""
-        owner, before = location.owner, record.tiers(location.owner)
-        record.copies.pop(location, None)
-        if copy is not None:
-            record.copies[location] = copy
-        after = record.tiers(owner)
-        if after:
-            self._of_owner.setdefault(owner, {})[key] = None
-        elif before:
-            del self._of_owner[owner][key]
-            if not self._of_owner[owner]:
-                del self._of_owner[owner]
-        changes += _tier_changes(owner, key, before, after)
-        if not record.copies:
-            del self._records[key]
-            chunk = self._chunks[key.chunk_hash]
-            chunk.keys -= 1
-            if not chunk.keys:
-                del self._chunks[key.chunk_hash]
-                self._token_bytes -= len(chunk.tokens)
+        """Set a key's copies: the only way in which they change."""
+        keys = owner.keys.setdefault(family, {})
+        former = keys.get(key, 0)
+        if copies:
+            keys[key] = copies
+        elif former:
+            del keys[key]
+        self._count += bool(copies) - bool(former)
+        before, after = owner.tiers(former), owner.tiers(copies)
+        for tier in before ^ after:
+            changes.append(TierChange(owner.name, tier, tier in after, family.model, key))
 
     def _evicted(self, changes: list[TierChange]) -> list[TierChange]:
         """Evict keys above `max_keys`; return ``changes`` with those of the evicted keys."""
-        while len(self._records) > self.max_keys:
-            key, record = next(iter(self._records.items()))
-            for location in list(record.copies):
-                self._set(key, record, location, None, changes)
+        if self._count <= self.max_keys:
+            return changes
+        target = self.max_keys - self.max_keys // _EVICTION_SLACK
+        while (excess := self._count - target) > 0:
+            owner, family, keys = max(
+                (
+                    (owner, family, keys)
+                    for owner in self._owners.values()
+                    for family, keys in owner.keys.items()
+                ),
+                key=lambda each: len(each[2]),
+            )
+            oldest = list(islice(keys, min(excess, 1 + len(keys) // _EVICTED_PART)))
+            for key in oldest:
+                self._set(owner, family, key, 0, changes)
+            self.evicted += len(oldest)
+            self._tidy(owner)
         return changes
 
 
-def _tier(location: KeyLocation, copy: KeyCopy) -> KvTier:
-    if location.tier == "l1":
-        # Uncertain CPU RAM counts as disk, so that a prefetch checks it before it is used.
-        return KvTier.CPU if copy.is_certain else KvTier.DISK
-    is_local = not location.is_shared and location.backend in LOCAL_BACKENDS
-    return KvTier.DISK if is_local else KvTier.REMOTE
-
-
-def _tier_changes(
-    owner: str, key: ObjectKey, before: set[KvTier], after: set[KvTier]
-) -> Sequence[TierChange]:
-    stored = [TierChange(owner, tier, True, key) for tier in after - before]
-    return stored + [TierChange(owner, tier, False, key) for tier in before - after]
-
-
-_UNKNOWN: Final = KeyRecord()
+def _packed(key: ObjectKey) -> tuple[_Family, int]:
+    return _Family(key.model_name, key.kv_rank), lmcache_key64(key.chunk_hash, key.cache_salt)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 import aiohttp
@@ -12,7 +12,7 @@ import aiohttp
 from router.fleet.decision import Decision
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica
-from router.index.prompt_keys import PromptKeyCache, PromptKeys
+from router.index.prompt_keys import KeyShape, PromptKeyCache, PromptKeys
 from router.lmcache.coordinator import Coordinator, LiveServer
 from router.lmcache.coordinator_protocol import leading_keys
 from router.lmcache.server_client import (
@@ -116,6 +116,9 @@ class GapRepair:
         self._coordinator = coordinator
         self._session = session
         self._clock = clock
+        self._version = -1
+        self._kinds: list[tuple[KeyShape | None, Mapping[str, str], int]] = []
+        """Shapes, adapters and the bits of the replicas that have them."""
         self._asked: OrderedDict[tuple[str, bytes], None] = OrderedDict()
         self._under_way: set[asyncio.Task[None]] = set()
 
@@ -125,12 +128,11 @@ class GapRepair:
         # The usual case first: the rest looks at every replica.
         if self._coordinator.last_missed_s < since_s or prompt_keys.prompt_tokens < _WORTH_TOKENS:
             return
-        uncertain = self._uncertain(since_s)
         if prompt_keys.prompt_tokens - self._most_matched(prompt_keys) < _WORTH_TOKENS:
             return
         tasks = [
             task
-            for replica, server in uncertain
+            for replica, server in self._uncertain(since_s)
             if (task := self._begin(replica, server, prompt_keys)) is not None
         ]
         if tasks:
@@ -150,12 +152,15 @@ class GapRepair:
 
     def _most_matched(self, prompt_keys: PromptKeyCache) -> int:
         """Return the longest match of a prompt at any replica, in tokens."""
-        most = 0
-        for replica in self._fleet.replicas.values():
-            keys, index = self._keys(replica, prompt_keys), self._fleet.index
-            per_chunk = keys.blocks_per_chunk
-            match = index.match(replica.slot, keys.keys, per_chunk, keys.chunk_keys)
-            most = max(most, match.blocks(per_chunk) * keys.block_tokens)
+        replicas, most = self._fleet.replicas, 0
+        if self._version != replicas.version:
+            self._version, self._kinds = replicas.version, _kinds(replicas.values())
+        for shape, adapters, slots in self._kinds:
+            keys = prompt_keys.of(shape, adapters)
+            depths = self._fleet.index.depths(
+                keys.keys, keys.blocks_per_chunk, slots, keys.chunk_keys
+            )
+            most = max([most, *(each.blocks * keys.block_tokens for each in depths[:1])])
         return most
 
     @staticmethod
@@ -194,3 +199,13 @@ class GapRepair:
         held = keys.chunk_chain[: status.chunks_found(count)]
         found = leading_keys(held, model, world_size, keys.cache_salt)
         self._coordinator.confirmed(server.instance_id, found)
+
+
+def _kinds(
+    replicas: Iterable[Replica],
+) -> list[tuple[KeyShape | None, Mapping[str, str], int]]:
+    found: dict[tuple[KeyShape | None, tuple[tuple[str, str], ...]], int] = {}
+    for each in replicas:
+        kind = (each.key_shape, tuple(sorted(each.adapters.items())))
+        found[kind] = found.get(kind, 0) | 1 << each.slot
+    return [(shape, dict(adapters), slots) for (shape, adapters), slots in found.items()]

@@ -380,6 +380,7 @@ class RequestLifecycle:
         ticket.finish(
             time.monotonic(),
             ok=ok,
+            prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,
             output_tokens=usage.output_tokens,
         )

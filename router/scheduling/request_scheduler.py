@@ -22,7 +22,8 @@ from router.fleet.decision import Candidate, Decision, KvCopy, Reason
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica, ReplicaState
 from router.fleet.replica_queue import ReplicaQueue
-from router.index.prefix_index import Depth, PrefixIndex, slots
+from router.index.holders import Depth, slots
+from router.index.prefix_index import PrefixIndex
 from router.index.prompt_keys import KeyShape, KvTier, PromptKeyCache, PromptKeys
 from router.scheduling.scorer import (
     PickContext,

@@ -161,8 +161,8 @@ def test_a_claim_is_confirmed_by_events_and_then_outlives_its_time() -> None:
     stored(fleet, name, KvTier.GPU, blocks(prompt)[:20])
     ticket.first_byte(1.0)
     ticket.finish(2.0, ok=True)
-    fleet.tick(31.0)
-    assert place(fleet, prompt, 31.0).matched_tokens == {KvTier.GPU: 320}
+    fleet.tick(32.0)
+    assert place(fleet, prompt, 32.0).matched_tokens == {KvTier.GPU: 320}
 
 
 def test_a_request_that_failed_withdraws_its_claim() -> None:
@@ -398,6 +398,66 @@ def test_removed_and_cleared_blocks_are_gone() -> None:
     assert place(fleet, prompt).matched_tokens == {}
 
 
+@pytest.mark.parametrize(
+    ("usage", "is_corrected"),
+    [
+        ({"cached_tokens": 0, "prompt_tokens": 2000}, True),
+        ({"cached_tokens": 1600, "prompt_tokens": 2000}, True),
+        ({"cached_tokens": 1984, "prompt_tokens": 2000}, False),
+        ({"cached_tokens": 0, "prompt_tokens": 2048}, False),  # those of other prompts, too
+        ({"cached_tokens": 0}, False),
+        ({"prompt_tokens": 2000}, False),
+    ],
+)
+def test_what_an_answer_contradicts_is_corrected(usage: dict[str, int], is_corrected: bool) -> None:
+    """Events report blocks that are reused like new ones if a request wants it
+    (`kv_cache_report_mode`): the one removal that follows does not end them."""
+    fleet, prompt = make_fleet(1), tokens(2000)
+    keys = blocks(prompt)
+    for event in (BlocksStored, BlocksStored, BlocksStored, BlocksRemoved):
+        fleet.apply_kv("r0", KvBatch(0, 0.0, [event(KvTier.GPU, keys)]), 0.0)
+    ticket = fleet.start(place(fleet, prompt), 0.0)
+    ticket.first_byte(1.0)
+    ticket.finish(2.0, ok=True, **usage)
+    fleet.tick(2.0)
+    stored(fleet, "r0", KvTier.GPU, keys)  # it arrives after the answer
+    fleet.tick(3.0)
+    fleet.tick(4.0)
+    fleet.index.check()
+    assert place(fleet, prompt, 4.0).matched_tokens == {KvTier.GPU: 2000}
+    fleet.apply_kv("r0", KvBatch(0, 0.0, [BlocksRemoved(KvTier.GPU, keys)]), 4.0)
+    lost = usage.get("cached_tokens", 2000) if is_corrected else 2000
+    assert place(fleet, prompt, 4.0).matched_tokens == ({KvTier.GPU: lost} if lost else {})
+
+
+def test_equal_prompts_that_are_computed_at_once_contradict_nothing() -> None:
+    """Each of their copies is there until it is removed."""
+    fleet, prompt = make_fleet(1), tokens(2000)
+    tickets = [fleet.start(place(fleet, prompt), 0.0) for _ in range(2)]
+    for ticket in tickets:
+        stored(fleet, "r0", KvTier.GPU, blocks(prompt))
+        ticket.first_byte(1.0)
+        ticket.finish(2.0, ok=True, cached_tokens=0, prompt_tokens=2000)
+    fleet.tick(3.0)
+    fleet.tick(4.0)
+    fleet.apply_kv("r0", KvBatch(0, 0.0, [BlocksRemoved(KvTier.GPU, blocks(prompt))]), 4.0)
+    assert place(fleet, prompt, 4.0).matched_tokens == {KvTier.GPU: 2000}
+
+
+def test_without_kv_events_cached_tokens_may_mean_anything() -> None:
+    fleet, prompt = make_fleet(1), tokens(2000)
+    for _ in range(3):
+        stored(fleet, "r0", KvTier.GPU, blocks(prompt))
+    fleet.replicas["r0"].has_events = False
+    ticket = fleet.start(place(fleet, prompt), 0.0)
+    ticket.first_byte(1.0)
+    ticket.finish(2.0, ok=True, cached_tokens=0, prompt_tokens=2000)
+    fleet.tick(3.0)
+    fleet.tick(4.0)
+    fleet.apply_kv("r0", KvBatch(0, 0.0, [BlocksRemoved(KvTier.GPU, blocks(prompt))]), 4.0)
+    assert place(fleet, prompt, 4.0).matched_tokens == {KvTier.GPU: 2000}
+
+
 def test_a_replica_that_tells_nothing_is_remembered_by_text() -> None:
     fleet, prompt = make_fleet(agents=False), text(8192)
     first = place(fleet, prompt)
@@ -412,8 +472,32 @@ def test_a_replica_that_tells_nothing_is_remembered_by_text() -> None:
     assert again.matched_tokens == {KvTier.GPU: 2048}
     longer = GivenPrompt(None, "a" * 8192 + "b" * 5000)
     assert place(fleet, longer, 600.0).matched_tokens == {KvTier.GPU: 2048}
-    fleet.tick(601.0)
-    assert place(fleet, prompt, 601.0).matched_tokens == {}
+    fleet.tick(602.0)
+    assert place(fleet, prompt, 602.0).matched_tokens == {}
+
+
+@pytest.mark.parametrize("has_events", [False, True])
+def test_a_belief_and_a_home_last_from_the_answers_end(has_events: bool) -> None:
+    fleet, prompt = make_fleet(agents=has_events), tokens(640) if has_events else text(8192)
+    replica = fleet.replicas["r1"]
+    index, sessions = fleet.config.index, fleet.config.sessions
+    ttl_s = index.speculative_ttl_s if has_events else index.history_ttl_s
+    ticket = fleet.start(place(fleet, prompt, session="s", among=("r1",)), 0.0)
+    if has_events:  # of another prompt: the events that tell of this one are late
+        fleet.apply_kv("r1", KvBatch(0, 0.0, [BlocksStored(KvTier.GPU, [1, 2])]), 0.5)
+    ticket.first_byte(1.0)
+    ended_s = 2 * sessions.ttl_s
+    fleet.start(place(fleet, None, session="other", among=("r0",)), ended_s - 1.0)
+    fleet.tick(ended_s - 1.0)
+    assert place(fleet, prompt, ended_s - 1.0).replica_id == "r1"
+    ticket.finish(ended_s, ok=True)
+    for now_s, believed in ((ended_s + ttl_s - 1.0, True), (ended_s + ttl_s, False)):
+        fleet.tick(now_s)
+        assert bool(fleet.index.believed(replica.slot)) is believed
+    fleet.index.check()
+    fleet.sessions.check()
+    assert fleet.home("s", ended_s + sessions.ttl_s - 1.0) is replica
+    assert fleet.home("s", ended_s + sessions.ttl_s) is None
 
 
 def test_a_silent_replica_that_was_down_may_come_back_empty() -> None:

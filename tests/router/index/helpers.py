@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from router.index.prefix_index import PrefixIndex, slots
+from router.index.holders import slots
+from router.index.prefix_index import PrefixIndex
 from router.index.prompt_keys import Match
 
 CHAIN = list(range(100, 124))

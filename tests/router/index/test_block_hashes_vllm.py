@@ -18,8 +18,11 @@ from router.index.kv_events import (
     explains,
     find_shape,
 )
+from router.index.prompt_keys import KvTier
 from router.prompt.prompt_reader import PromptReader
+from tests.router.fleet.helpers import make_fleet, place
 from tests.router.prompt.helpers import image
+from tests.router.prompt.prompts_given import GivenPrompt
 from warmroute_common.keys import ALGORITHMS, HashScheme, key64, prompt_extra_keys
 
 pytestmark = [
@@ -43,6 +46,19 @@ BODIES: list[dict[str, Any]] = [
     for model in ("base", "adapter", "image")
     for content in ("text", [{"type": "text", "text": "a"}], [image()], [image(), image(b"two")])
 ]
+HYBRIDS = [
+    [("full", 16)],
+    [("sliding", 16), ("full", 16)],
+    [("full", 16), ("sliding", 16)],
+    [("full", 16), ("mamba", 160)],
+    [("mamba", 160), ("full", 16)],
+    [("mamba", 800), ("full", 160)],
+    [("sliding", 32), ("full", 16)],
+    [("full", 32), ("sliding", 16)],
+    [("sliding", 16), ("mamba", 64), ("full", 32)],
+]
+"""The cache groups of models, in vLLM's order, each with its tokens per block."""
+PROMPTS = [TOKENS[:800], TOKENS[:640] + TOKENS[900:]]
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +69,8 @@ def theirs() -> dict[str, Any]:
         "adapters": ADAPTERS,
         "cases": CASES,
         "bodies": BODIES,
+        "hybrids": HYBRIDS,
+        "prompts": PROMPTS,
     }
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("vllm_keys.py"))],
@@ -115,3 +133,41 @@ def test_the_adapter_of_a_request_is_the_one_that_vllm_takes(theirs: dict[str, A
         prompt = PromptReader(None).read_now("/v1/chat/completions", body)
         ours = prompt.lora(ADAPTERS)
         assert (list(ours) if ours else None) == used, body
+
+
+@pytest.mark.parametrize("groups", HYBRIDS, ids=str)
+def test_a_hybrid_models_prompts_are_matched(
+    theirs: dict[str, Any], groups: list[tuple[str, int]]
+) -> None:
+    """Whatever its first event is, and though its blocks may be larger than vLLM's hashes."""
+    fleet, reader = make_fleet(1, agents=False), KvEventReader()
+    replica = fleet.replicas["r0"]
+    for number, message in enumerate(theirs["hybrids"][HYBRIDS.index(groups)]):
+        fleet.apply_kv("r0", reader.read(number, bytes.fromhex(message)), 0.0)
+        reader.shows_first = not replica.shape_checked
+    assert replica.shape_problem is None
+    for tokens in PROMPTS:
+        whole = len(tokens) // max(size for kind, size in groups if kind == "full")
+        matched = place(fleet, GivenPrompt(token_ids=tokens)).matched_tokens
+        assert matched == {KvTier.GPU: whole * dict(groups)["full"]}
+
+
+def test_a_client_cannot_make_blocks_outlive_their_eviction(theirs: dict[str, Any]) -> None:
+    """Each report of reused blocks looks like a copy of them; the next answer shows the truth."""
+    fleet, reader = make_fleet(1, agents=False), KvEventReader()
+    fleet.following_kv("r0")
+    believed = []
+    for number, (cached_tokens, message) in enumerate(theirs["reported"]):
+        decision = place(fleet, GivenPrompt(TOKENS), float(number))
+        if number == 4:
+            believed.append(decision.matched_tokens)
+            ticket = fleet.start(decision, float(number))
+            ticket.first_byte(float(number))
+            used = {"prompt_tokens": len(TOKENS), "cached_tokens": cached_tokens}
+            ticket.finish(float(number), ok=True, **used)
+        fleet.apply_kv("r0", reader.read(number, bytes.fromhex(message)), float(number))
+        fleet.tick(float(number))
+        fleet.tick(float(number))
+    believed.append(place(fleet, GivenPrompt(TOKENS), 6.0).matched_tokens)
+    assert [cached for cached, _ in theirs["reported"]] == [0, 992, 992, 0, 0, 0]
+    assert believed == [{KvTier.GPU: 992}, {}], "wrong once, then corrected"

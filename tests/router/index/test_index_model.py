@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from math import inf
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,8 @@ from tests.router.index.helpers import CHAIN, check_depths
 
 KEYS = st.lists(st.sampled_from(CHAIN), max_size=8)
 REPLICAS = st.integers(0, 2)
+STORES = (3, 5)
+"""Slots of stores that replicas share."""
 TIERS = st.sampled_from(list(KvTier))
 STEPS = st.sampled_from([1, 2, 4])
 
@@ -44,6 +47,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.held: dict[tuple[int, KvTier], Counter[int]] = {}
         self.claims: list[tuple[SpeculativeEntry, int, set[int], float]] = []
         self.former: dict[SpeculativeEntry, dict[int, set[int]]] = {}
+        self.mounts: dict[int, int] = {}
         self.now_s = 0.0
 
     def counter(self, replica: int, tier: KvTier) -> Counter[int]:
@@ -86,16 +90,23 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.forget(replica, tiers)
         for tier in KvTier if tiers is None else tiers:
             self.counter(replica, tier).clear()
+        if tiers is None:
+            self.mounts = {store: by & ~(1 << replica) for store, by in self.mounts.items()}
         if tiers is None or KvTier.GPU in tiers:
             self.drop_belief(replica, CHAIN)
 
-    @rule(replica=REPLICAS, length=st.integers(1, len(CHAIN)), ttl_s=st.integers(1, 5))
-    def believe(self, replica: int, length: int, ttl_s: int) -> None:
+    @rule(
+        replica=REPLICAS,
+        length=st.integers(1, len(CHAIN)),
+        ttl_s=st.integers(1, 5) | st.none(),
+    )
+    def believe(self, replica: int, length: int, ttl_s: int | None) -> None:
         keys = CHAIN[:length]
-        claim = self.index.believe(replica, keys, self.now_s + ttl_s)
+        until_s = None if ttl_s is None else self.now_s + ttl_s
+        claim = self.index.believe(replica, keys, until_s)
         self.former[claim] = self.holders(replica, keys)
         self.drop_belief(replica, keys)  # the later claim takes over
-        self.claims.append((claim, replica, set(keys), self.now_s + ttl_s))
+        self.claims.append((claim, replica, set(keys), inf if until_s is None else until_s))
 
     def holders(self, replica: int, keys: Sequence[int]) -> dict[int, set[int]]:
         """Return the claims, if any, on those keys that need one, up to the first that has none."""
@@ -114,6 +125,15 @@ class IndexMachine(RuleBasedStateMachine):
             claim, *_ = ended = self.claims.pop(which % len(self.claims))
             self.index.withdraw(claim)
             self.give_back(ended)
+
+    @rule(which=st.integers(0, 20), ttl_s=st.integers(1, 5))
+    def set_end(self, which: int, ttl_s: int) -> None:
+        if self.claims:
+            claim, replica, keys, until_s = self.claims.pop(which % len(self.claims))
+            if until_s == inf:
+                until_s = self.now_s + ttl_s
+                self.index.set_end(claim, until_s)
+            self.claims.append((claim, replica, keys, until_s))
 
     @rule(step_s=st.integers(0, 3))
     def expire(self, step_s: int) -> None:
@@ -138,6 +158,9 @@ class IndexMachine(RuleBasedStateMachine):
         keys = CHAIN[start : start + length]
         gpu = set(self.counter(replica, KvTier.GPU)) | self.believed(replica)
         lower = {tier: set(self.counter(replica, tier)) for tier in LOWER_TIERS}
+        for store, replicas in self.mounts.items():
+            if replicas >> replica & 1:
+                lower[KvTier.REMOTE] |= set(self.counter(store, KvTier.REMOTE))
         blocks, tiers = naive_match(gpu, lower, keys, step)
         found = self.index.match(replica, keys, step)
         assert found.gpu_blocks == blocks
@@ -145,6 +168,25 @@ class IndexMachine(RuleBasedStateMachine):
         assert all(
             one.stop == other.start for one, other in zip(found.runs, found.runs[1:], strict=False)
         )
+
+    @rule(store=st.sampled_from(STORES), keys=KEYS, stored=st.booleans())
+    def change_store(self, store: int, keys: list[int], stored: bool) -> None:
+        (self.index.add if stored else self.index.remove)(store, KvTier.REMOTE, keys)
+        self.held[store, KvTier.REMOTE] = Counter(
+            dict.fromkeys(set(self.counter(store, KvTier.REMOTE)) - set(keys), 1)
+            | (dict.fromkeys(keys, 1) if stored else {})
+        )
+
+    @rule(store=st.sampled_from(STORES), replicas=st.integers(0, 7))
+    def mount(self, store: int, replicas: int) -> None:
+        self.index.mount(store, replicas)
+        self.mounts[store] = replicas
+
+    @rule(store=st.sampled_from(STORES))
+    def forget_store(self, store: int) -> None:
+        self.index.forget(store)
+        self.mounts.pop(store, None)
+        self.counter(store, KvTier.REMOTE).clear()
 
     @rule(step=STEPS, length=st.integers(0, len(CHAIN)), among=st.integers(0, 7))
     def depths(self, step: int, length: int, among: int) -> None:
@@ -157,8 +199,12 @@ class IndexMachine(RuleBasedStateMachine):
     @invariant()
     def holds_together(self) -> None:
         self.index.check()
-        for (replica, tier), counter in self.held.items():
-            assert self.index.held(replica).get(tier, 0) == len(counter)
+        for (replica, tier), counter in list(self.held.items()):
+            count = len(counter)
+            if tier is KvTier.REMOTE:
+                stores = [each for each, by in self.mounts.items() if by >> replica & 1]
+                count += sum(len(self.counter(store, tier)) for store in stores)
+            assert self.index.held(replica).get(tier, 0) == count
 
 
 TestIndex = IndexMachine.TestCase
@@ -177,10 +223,14 @@ class BoundedMachine(RuleBasedStateMachine):
     def add(self, replica: int, tier: KvTier, keys: list[int]) -> None:
         self.index.add(replica, tier, keys)
 
-    @rule(replica=REPLICAS, keys=st.lists(st.integers(0, 60), max_size=30, unique=True))
-    def believe(self, replica: int, keys: list[int]) -> None:
+    @rule(
+        replica=REPLICAS,
+        keys=st.lists(st.integers(0, 60), max_size=30, unique=True),
+        ends=st.booleans(),
+    )
+    def believe(self, replica: int, keys: list[int], ends: bool) -> None:
         self.now_s += 1
-        self.index.believe(replica, keys, self.now_s + 3)
+        self.index.believe(replica, keys, self.now_s + 3 if ends else None)
         self.index.expire(self.now_s)
 
     @rule(replica=REPLICAS)

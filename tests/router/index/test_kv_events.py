@@ -10,14 +10,17 @@ from router.index.kv_events import (
     BlocksStored,
     FirstBlocks,
     GpuCleared,
+    GroupChanged,
     KvEventFormatError,
     KvEventReader,
     explains,
     find_shape,
     tier_of,
 )
-from router.index.prompt_keys import KvTier
+from router.index.prompt_keys import KvTier, PromptKeyCache
 from tests.router.feeds.kv_publisher import payload, removed, stored
+from tests.router.fleet.helpers import make_fleet, place
+from tests.router.prompt.prompts_given import GivenPrompt
 from warmroute_common.keys import HashScheme, key64, prompt_extra_keys
 
 
@@ -120,9 +123,71 @@ def test_only_one_group_of_a_hybrid_model_is_followed() -> None:
     )
     assert batch.events == [
         BlocksStored(KvTier.GPU, [1]),
-        GpuCleared(),
+        GroupChanged(),
         BlocksStored(KvTier.GPU, [1]),
     ]
+    assert reader.shows_first, "the other group's blocks have shown another scheme"
+
+
+def _matched(*events: dict[str, Any]) -> tuple[dict[KvTier, int], dict[KvTier, int]]:
+    """Apply a stock vLLM's events; return what is known of `TOKENS`, and all that is known."""
+    fleet, reader = make_fleet(1, agents=False), KvEventReader()
+    replica = fleet.replicas["r0"]
+    for number, event in enumerate(events):
+        fleet.apply_kv("r0", reader.read(number, payload(0.0, event)), 0.0)
+        reader.shows_first = not replica.shape_checked
+    matched = place(fleet, GivenPrompt(token_ids=TOKENS)).matched_tokens
+    return dict(matched), {tier: n for tier, n in fleet.index.held(replica.slot).items() if n}
+
+
+TOKENS = list(range(128))
+KEYS = [key64(key) for key in HashScheme().chain(TOKENS, 16)]
+
+
+def test_a_change_of_group_forgets_all_tiers_of_the_former_one() -> None:
+    window: dict[str, Any] = {"group_idx": 0, "kv_cache_spec_kind": "sliding_window"}
+    matched, held = _matched(
+        stored(KEYS, TOKENS, **window),
+        stored(KEYS, TOKENS, medium="CPU", **window),
+        stored(KEYS[:4], TOKENS[:64], group_idx=1),
+        removed(KEYS, medium="CPU", group_idx=0),
+    )
+    assert (matched, held) == ({KvTier.GPU: 64}, {KvTier.GPU: 4})
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_window"])
+def test_a_placeholder_without_a_kind_decides_nothing(kind: str) -> None:
+    """vLLM's OffloadingConnector publishes such ones for every group by default."""
+    placeholder = stored([5], medium="CPU", group_idx=1) | {"kv_cache_spec_kind": None}
+    matched, held = _matched(placeholder, stored(KEYS, TOKENS, kv_cache_spec_kind=kind))
+    assert (matched, held) == ({KvTier.GPU: 128}, {KvTier.GPU: 8})
+
+
+def test_placeholders_of_the_followed_group_are_noted() -> None:
+    placeholder = stored(KEYS, medium="CPU") | {"kv_cache_spec_kind": None}
+    _, held = _matched(placeholder, stored(KEYS[:4], TOKENS[:64]), placeholder)
+    assert held == {KvTier.CPU: 8, KvTier.GPU: 4}
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_overlapping_chunks_that_are_announced_twice_are_counted(is_reversed: bool) -> None:
+    """Chunks of vLLM's offloading overlap: a hash is gone when all of its chunks are."""
+    chunks = [KEYS[0:4], KEYS[2:6]]
+    first, second = reversed(chunks) if is_reversed else chunks
+    announced = [stored(each, medium="CPU") for each in (first, second)]
+    _, held = _matched(*announced, removed(first, medium="CPU"))
+    assert held == {KvTier.CPU: 4}
+    _, held = _matched(*announced, *(removed(each, medium="CPU") for each in chunks))
+    assert held == {}
+
+
+def test_a_part_of_a_block_does_not_show_the_blocks_size() -> None:
+    """vLLM caches the end of a prompt under the key of its last whole hash."""
+    part = stored(KEYS[:1], TOKENS[:16])
+    whole = stored(KEYS[1::2], TOKENS)
+    for events in ([part, whole], [whole, part], [part, whole, part]):
+        matched, _ = _matched(*events)
+        assert matched == {KvTier.GPU: 128}
 
 
 def test_a_model_of_sliding_windows_alone_is_followed() -> None:
@@ -185,6 +250,18 @@ def test_the_scheme_is_found(algorithm: str) -> None:
     assert shape is not None
     assert (shape.scheme, shape.block_tokens) == (scheme, 16)
     assert find_shape(first, None) is None
+
+
+@pytest.mark.parametrize("hash_tokens", [16, 32, 80, 160])
+def test_blocks_of_several_hashes_show_the_scheme(hash_tokens: int) -> None:
+    """With several cache groups vLLM hashes by their common divisor, or by `prefix_match_unit`."""
+    token_ids = list(range(480))
+    step = 160 // hash_tokens
+    keys = [key64(key) for key in HashScheme().chain(token_ids, hash_tokens)][step - 1 :: step]
+    shape = find_shape(FirstBlocks(keys, token_ids, 160), None)
+    assert shape is not None
+    assert (shape.block_tokens, shape.hashes_per_block) == (160, step)
+    assert list(PromptKeyCache(GivenPrompt(token_ids)).of(shape, {}).keys) == keys
 
 
 def test_one_wrong_block_refutes_a_scheme() -> None:

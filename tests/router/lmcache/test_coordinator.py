@@ -99,6 +99,55 @@ def test_a_shared_backend_counts_for_every_replica_whose_server_reaches_it() -> 
     assert matched(fleet) == {"r0": {}, "r1": {}, "r2": {}}
 
 
+def test_a_shared_backend_is_one_holder_whatever_the_number_of_replicas() -> None:
+    """Its keys were noted once for each replica: a fleet's index was full of one store's."""
+    fleet = make_fleet(20)
+    names = {f"r{number}": f"mp{number}" for number in range(20)}
+    coordinator = coordinator_of(fleet, **names)
+    shared: dict[str, Any] = {"backend": "s3", "shared": True}
+    for name in list(names.values())[:10]:
+        coordinator.apply([batch(1, "config", "l2", instance_id=name, **shared)])
+    keys = [key(0), key(1), key(2)]
+    coordinator.apply([batch(2, keys=keys[:1]), batch(3, tier="l2", keys=keys, **shared)])
+    assert len(fleet.index) == 4
+
+    def held_by(name: str) -> dict[str, int]:
+        fleet.index.check()
+        matched = place(fleet, tokens(4 * CHUNK), among=(name,)).matched_tokens
+        return {str(tier): count for tier, count in matched.items()}
+
+    assert held_by("r0") == {"cpu": 256, "remote": 512}
+    assert held_by("r1") == held_by("r2") == held_by("r9") == {"remote": 768}
+    assert held_by("r10") == {}
+    coordinator.deregister("mp1")
+    assert (held_by("r1"), held_by("r9")) == ({}, {"remote": 768})
+    coordinator.replica_servers.left("r2")
+    fleet.remove("r2")
+    for now_s in (0.0, 1000.0):
+        fleet.tick(now_s)
+    assert fleet.add(ReplicaConfig(url="http://new:8000")).slot == 2
+    fleet.replicas.check()
+    assert held_by("new:8000") == {}
+
+
+def test_a_shared_backends_models_are_distinguished() -> None:
+    """Its keys do not say of which model a chunk is."""
+    fleet = make_fleet()
+    coordinator = coordinator_of(fleet, r0="mp0", r1="mp1")
+    servers = coordinator.replica_servers
+    shared: dict[str, Any] = {"backend": "s3", "shared": True}
+    for name in ("mp0", "mp1"):
+        coordinator.apply([batch(1, "config", "l2", instance_id=name, **shared)])
+    coordinator.apply([batch(2, tier="l2", keys=[key(0, model="a"), key(1, model="a")], **shared)])
+    coordinator.apply([batch(3, tier="l2", keys=[key(0, model="b")], **shared)])
+    assert matched(fleet) == {"r0": {"remote": 512}, "r1": {"remote": 512}}, "models not known yet"
+    for name, root in (("r0", "a"), ("r1", "b")):
+        fleet.set_models(name, {"m": None}, [root])
+        server = servers.server_of(name)
+        servers.assign(name, server)
+    assert matched(fleet) == {"r0": {"remote": 512}, "r1": {"remote": 256}}
+
+
 def test_salts_models_ranks_and_groups_are_distinguished() -> None:
     fleet, coordinator = two_tied()
     fleet.set_models("r0", {}, ["models/small"])
@@ -283,6 +332,9 @@ def test_names_that_servers_invent_are_bounded() -> None:
         coordinator.apply([batch(seq, "store", "l2", [key(0)], instance_id="mp1", **shared)])
     assert matched(fleet) == {"r0": {"remote": 256}, "r1": {"remote": 256}}
     assert len(coordinator.replica_servers._mounts) == 64
+    models = [key(0, model=f"m{number}") for number in range(1000)]
+    coordinator.apply([batch(200, "store", "l2", models, backend="b1", shared=True)])
+    assert fleet.replicas.take_slot() == 2 + 256, "stores take no more slots than that"
 
 
 def test_only_l2_of_servers_that_have_left_is_kept() -> None:
@@ -296,5 +348,5 @@ def test_only_l2_of_servers_that_have_left_is_kept() -> None:
         coordinator.deregister(name)
     assert coordinator.apply([batch(3, instance_id="mp-0")])["applied"] == 0
     assert coordinator.replica_servers._mounts == {}
-    assert len(coordinator.directory._of_owner) == 1
+    assert len(coordinator.directory) == 1
     coordinator.directory.check()

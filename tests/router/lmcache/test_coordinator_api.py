@@ -107,8 +107,7 @@ async def test_a_prompt_is_looked_up_by_its_tokens_or_keys(caller: Caller) -> No
     assert (status, answer["chunks"], len(answer["results"])) == (200, 2, 2)
     first = answer["results"][0]
     assert first["key"]["kv_rank"] == 0x1000100
-    assert first["token_ids"] == transcript_tokens()[:256]
-    assert first["access_count"] == 8
+    assert (first["token_ids"], first["access_count"]) == ([], 0), "they are not kept"
     assert [(each["tier"], each["backend"]) for each in first["placements"]] == [
         ("l1", "dram"),
         ("l2", "fs_native"),

@@ -12,7 +12,9 @@ import pytest
 
 from router.config.settings import ControllerConfig, PrefetchConfig, RatesConfig, ReplicaConfig
 from router.fleet.replica import ReplicaState
-from router.index.prompt_keys import KvTier
+from router.index.prefix_index import PrefixIndex
+from router.index.prompt_keys import KvTier, PromptKeyCache
+from router.lmcache.server_prefetch import GapRepair
 from tests.router.agent_server import serving
 from tests.router.conftest import Fleet, Running, Wait
 from tests.router.lmcache.helpers import (
@@ -20,9 +22,12 @@ from tests.router.lmcache.helpers import (
     MODEL,
     FakeServer,
     batch,
+    coordinator_of,
     key,
+    make_fleet,
     serving_fake,
 )
+from tests.router.prompt.prompts_given import tokens
 from tests.router.scripted import stream
 
 Patch = pytest.MonkeyPatch
@@ -264,6 +269,24 @@ async def test_a_router_that_has_missed_events_asks_before_it_places_a_prompt(
     assert len(rig.server.asked) == 1
     await rig.ask()
     assert len(rig.server.asked) == 1, "of a prompt it is asked once"
+
+
+async def test_what_a_fleet_knows_of_a_prompt_is_one_walk(monkeypatch: Patch) -> None:
+    """After missed events every long prompt cost as much as there are replicas."""
+    fleet = make_fleet(3, lmcache="http://host0:8210")
+    coordinator = coordinator_of(fleet, r0="mp0", r1="mp0", r2="mp1")
+    coordinator.apply([batch(40, keys=[key(number) for number in range(8)])], now_s=1.0)
+    monkeypatch.setattr(PrefixIndex, "match", None)
+    async with aiohttp.ClientSession() as session:
+        repair = GapRepair(fleet, coordinator, session, clock=lambda: 2.0)
+        prompt = tokens(10 * CHUNK)
+        assert repair._most_matched(PromptKeyCache(prompt)) == 8 * CHUNK
+        coordinator.replica_servers.left("r1")
+        fleet.remove("r1")
+        coordinator.apply([batch(41, "delete", keys=[key(4)])], now_s=1.0)
+        assert repair._most_matched(PromptKeyCache(prompt)) == 4 * CHUNK
+        await repair.look_up(PromptKeyCache(tokens(5 * CHUNK)))
+        assert not repair._asked, "almost all of it is known"
 
 
 async def test_a_server_that_is_slow_has_not_ended(rig: Rig, monkeypatch: Patch) -> None:
