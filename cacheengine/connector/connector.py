@@ -169,11 +169,12 @@ class StepWatch:
         """Note that the results of a step are there."""
         now_s, before_s = self._clock(), self._ended_s
         self._ended_s = now_s
-        while self._scheduled:
-            step = self._scheduled.popleft()
-            if step.output is output:
-                self._meter.add(now_s - max(step.began_s, before_s), **step_contents(output))
-                return
+        # A step without tokens was not noted. Others are under way then, and stay.
+        if not any(step.output is output for step in self._scheduled):
+            return
+        while (step := self._scheduled.popleft()).output is not output:
+            pass
+        self._meter.add(now_s - max(step.began_s, before_s), **step_contents(output))
 
 
 def step_contents(output: SchedulerOutput) -> StepContents:

@@ -96,6 +96,23 @@ def test_steps_without_tokens_and_unknown_results_are_left_out(watch: Any) -> No
     assert watch.meter.steps == []
 
 
+def test_a_step_without_tokens_leaves_those_scheduled_ahead(watch: Any) -> None:
+    empty, first, second = (
+        output({}, {}),
+        output({"a": (512, 100)}, {}),
+        output({}, {"a": (612, 1)}),
+    )
+    watch.watch.scheduled(empty)
+    watch.watch.scheduled(first)
+    results(watch, empty)
+    watch.watch.scheduled(second)
+    watch.clock.advance(0.1)
+    results(watch, first)
+    watch.clock.advance(0.05)
+    results(watch, second)
+    assert [round(each[0], 6) for each in watch.meter.steps] == [0.1, 0.05]
+
+
 def test_after_its_end_nothing_is_added(watch: Any) -> None:
     step = output({"a": (0, 100)}, {})
     watch.watch.scheduled(step)
