@@ -78,8 +78,10 @@ class StepMeter:
         self._first: list[tuple[int, float, float]] = []
         """The first steps: prompt tokens, attended tokens, seconds."""
 
-    def add(self, step_s: float, *, prefill_tokens: int, attended: float, decoding: int) -> None:
-        """Add a step.
+    def add(
+        self, step_s: float, *, prefill_tokens: int, attended: float, decoding: int, steps: int = 1
+    ) -> None:
+        """Add a step, or ``steps`` that were timed together, one of them with prompt tokens.
 
         ``attended`` is the sum over the prompt tokens of the tokens that each attends to;
         ``decoding`` is the number of sequences that got one token each.
@@ -91,7 +93,7 @@ class StepMeter:
                     step_s = min(step_s, _MOST_LATE * (base_s + decode_s * decoding))
                 self._decodes.add(1.0, decoding, step_s)
                 return
-            longer_s = max(0.0, step_s - base_s - decode_s * decoding)
+            longer_s = max(0.0, step_s - steps * base_s - decode_s * decoding)
             self._tokens += prefill_tokens
             if not self._prefills.count:
                 self._add_first(prefill_tokens, attended, longer_s)

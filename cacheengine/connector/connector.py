@@ -127,6 +127,7 @@ class WeightWatch:
 @dataclasses.dataclass(frozen=True, slots=True)
 class _ScheduledStep:
     output: SchedulerOutput
+    contents: StepContents
     began_s: float
 
 
@@ -136,6 +137,10 @@ class StepWatch:
     A step's results come to ``Scheduler.update_from_output``, which no connector sees: it is
     wrapped. With asynchronous scheduling a step is scheduled while the one before it runs. So a
     step began when it was scheduled or when the one before it ended, whichever was later.
+
+    vLLM sends a step's kernels to the GPU before it looks for the results of the step before. For a
+    step with prompt tokens that can take longer than a decode: the decode seems long then, and the
+    step with prompt tokens short. Such a pair is timed together.
     """
 
     def __init__(self, meter: StepMeter, clock: Callable[[], float] = time.monotonic) -> None:
@@ -143,6 +148,8 @@ class StepWatch:
         self._clock = clock
         self._scheduled: deque[_ScheduledStep] = deque(maxlen=_MOST_STEPS_UNDER_WAY)
         self._ended_s = 0.0
+        self._overtaken: tuple[float, int] | None = None
+        """When a decode began that is timed with the next step, and its sequences."""
         self._is_on = True
         original = Scheduler.update_from_output
 
@@ -163,17 +170,31 @@ class StepWatch:
     def scheduled(self, output: SchedulerOutput) -> None:
         """Note that a step was scheduled."""
         if output.num_scheduled_tokens:
-            self._scheduled.append(_ScheduledStep(output, self._clock()))
+            self._scheduled.append(_ScheduledStep(output, step_contents(output), self._clock()))
 
     def ended(self, output: SchedulerOutput) -> None:
         """Note that the results of a step are there."""
+        # A step without tokens was not noted: it takes no time, and others may be under way.
+        if not any(step.output is output for step in self._scheduled):
+            return
         now_s, before_s = self._clock(), self._ended_s
         self._ended_s = now_s
-        while self._scheduled:
-            step = self._scheduled.popleft()
-            if step.output is output:
-                self._meter.add(now_s - max(step.began_s, before_s), **step_contents(output))
-                return
+        while (step := self._scheduled.popleft()).output is not output:
+            self._overtaken = None  # its results never came
+        contents, began_s = step.contents, max(step.began_s, before_s)
+        if self._overtaken is not None:
+            began_s, decoding = self._overtaken
+            self._overtaken = None
+            contents["decoding"] += decoding
+            self._meter.add(now_s - began_s, **contents, steps=2)
+        elif (
+            self._scheduled
+            and self._scheduled[0].contents["prefill_tokens"]
+            and not contents["prefill_tokens"]
+        ):
+            self._overtaken = (began_s, contents["decoding"])
+        else:
+            self._meter.add(now_s - began_s, **contents)
 
 
 def step_contents(output: SchedulerOutput) -> StepContents:

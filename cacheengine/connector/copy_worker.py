@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Final
 
 import numpy as np
@@ -123,6 +124,11 @@ class PagedMemory:
             raise ValueError(f"rows overlap: {tuple(tensor.shape)}, strides {tensor.stride()}")
         return cls(tensor.data_ptr(), rows, pages, row_stride, page_bytes)
 
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """All but the address."""
+        return self.rows, self.pages_per_row, self.row_stride, self.page_bytes
+
     def addresses(self, rows: Integers, pages: Integers, lengths: Integers) -> Integers:
         """Return the addresses of runs of pages; raise IndexError if one leaves its row."""
         is_inside = (
@@ -173,7 +179,10 @@ def addresses_of(
     """
     split: PageRuns | None = None
     in_kv, in_pool, sizes = [], [], []
-    for layer in layers:
+    # Layers differ by their addresses alone, as a rule: those are planned at once.
+    for _, group in groupby(layers, key=lambda each: (each.blocks.shape, each.chunks.shape)):
+        alike = list(group)
+        layer = alike[0]
         if layer.blocks.rows == 1:
             blocks, slots, pages, counts = runs
             kv = layer.blocks.addresses(np.zeros_like(blocks), blocks, counts)
@@ -181,10 +190,18 @@ def addresses_of(
             split = single_pages(runs) if split is None else split
             blocks, slots, pages, counts = split
             kv = layer.blocks.addresses(blocks, np.zeros_like(blocks), counts)
-        in_kv.append(kv)
-        in_pool.append(layer.chunks.addresses(slots, pages, counts))
-        sizes.append(counts * layer.blocks.page_bytes)
+        pool = layer.chunks.addresses(slots, pages, counts)
+        in_kv.append(_for_each(kv, [each.blocks.address for each in alike]))
+        in_pool.append(_for_each(pool, [each.chunks.address for each in alike]))
+        sizes.append(np.tile(counts * layer.blocks.page_bytes, len(alike)))
     return np.concatenate(in_kv), np.concatenate(in_pool), np.concatenate(sizes)
+
+
+def _for_each(of_first: Integers, begins: Sequence[int]) -> Integers:
+    """Return the addresses in each of several memories, given those in the first."""
+    offsets = np.array(begins, dtype=np.int64) - begins[0]
+    found: Integers = np.add.outer(offsets, of_first).ravel()
+    return found
 
 
 class RunCopier:

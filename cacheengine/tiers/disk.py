@@ -37,6 +37,9 @@ from cacheengine.tiers.tier import Chunk, GetOutcome, LocalTier, PutOutcome
 logger = logging.getLogger("vllm.warmroute")
 
 _LOCK_WAIT_S: Final = 15.0
+_BATCH_CHUNKS: Final = 4
+_BATCH_BYTES: Final = 16 * 1024 * 1024
+"""The most that one call reads: requests wait for a disk only as long as its reads end."""
 _SUFFIX: Final = ".kv"
 _NAME: Final = re.compile(r"(?P<key>([0-9a-f]{2})+)\.kv(?P<unfinished>(\.\d+)?\.tmp)?")
 _NO_SPACE_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -56,7 +59,6 @@ class DiskTier(LocalTier):
     """
 
     name = "disk"
-    batch_chunks = 4
 
     def __init__(
         self,
@@ -72,6 +74,7 @@ class DiskTier(LocalTier):
         file = ChunkFile(fingerprint, payload_bytes)
         self.capacity_bytes = capacity_bytes
         self.item_bytes = file.file_bytes
+        self.batch_chunks = max(1, min(_BATCH_CHUNKS, _BATCH_BYTES // payload_bytes))
         self._space = DiskSpace(capacity_bytes, file.file_bytes)
         self._paths: list[DiskPath] = []
         try:

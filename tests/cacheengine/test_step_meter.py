@@ -68,6 +68,20 @@ def test_steps_that_are_all_alike_still_predict_their_own_kind() -> None:
     assert meter.prefill_s(1024) == pytest.approx(0.2, rel=0.02)
 
 
+def test_two_steps_in_one_count_the_base_twice() -> None:
+    meter, source = StepMeter(1024), random.Random(3)
+    for number in range(400):
+        tokens, decoding = (0, 500, 1000)[number % 3], source.randrange(1, 60)
+        if tokens:
+            both_s = step_s(tokens, 0, decoding) + step_s(0, 0, decoding)
+            attended = tokens * tokens / 2
+            both = 2 * decoding
+            meter.add(both_s, prefill_tokens=tokens, attended=attended, decoding=both, steps=2)
+        else:
+            meter.add(step_s(0, 0, decoding), prefill_tokens=0, attended=0.0, decoding=decoding)
+    assert meter.prefill_s(1000) == pytest.approx(step_s(1000, 0, 0), rel=0.05)
+
+
 @given(
     st.lists(
         st.tuples(

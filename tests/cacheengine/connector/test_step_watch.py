@@ -36,9 +36,13 @@ def output(new: dict[str, tuple[int, int]], cached: dict[str, tuple[int, int]]) 
 class Meter:
     def __init__(self) -> None:
         self.steps: list[tuple[float, int, float, int]] = []
+        self.counts: list[int] = []
 
-    def add(self, step_s: float, *, prefill_tokens: int, attended: float, decoding: int) -> None:
+    def add(
+        self, step_s: float, *, prefill_tokens: int, attended: float, decoding: int, steps: int = 1
+    ) -> None:
         self.steps.append((step_s, prefill_tokens, attended, decoding))
+        self.counts.append(steps)
 
 
 @pytest.fixture
@@ -94,6 +98,57 @@ def test_steps_without_tokens_and_unknown_results_are_left_out(watch: Any) -> No
     watch.watch.scheduled(output({}, {}))
     results(watch, output({"a": (0, 100)}, {}))
     assert watch.meter.steps == []
+
+
+def test_a_step_without_tokens_leaves_those_scheduled_ahead(watch: Any) -> None:
+    empty, first, second = (
+        output({}, {}),
+        output({"a": (512, 100)}, {}),
+        output({}, {"a": (612, 1)}),
+    )
+    watch.watch.scheduled(empty)
+    watch.watch.scheduled(first)
+    results(watch, empty)
+    watch.watch.scheduled(second)
+    watch.clock.advance(0.1)
+    results(watch, first)
+    watch.clock.advance(0.05)
+    results(watch, second)
+    assert [round(each[0], 6) for each in watch.meter.steps] == [0.1, 0.05]
+
+
+def test_a_step_without_tokens_takes_no_time_of_the_next(watch: Any) -> None:
+    empty, step = output({}, {}), output({"a": (0, 1000)}, {})
+    watch.watch.scheduled(empty)
+    watch.watch.scheduled(step)
+    watch.clock.advance(0.03)  # the step's kernels are sent to the GPU
+    results(watch, empty)
+    watch.clock.advance(0.01)
+    results(watch, step)
+    assert [round(each[0], 6) for each in watch.meter.steps] == [0.04]
+
+
+def test_a_step_that_a_prefill_overtook_is_timed_with_it(watch: Any) -> None:
+    decodes = [output({}, {"a": (100 + n, 1), "b": (900 + n, 1)}) for n in range(3)]
+    prefill = output({"c": (0, 1000)}, {"a": (103, 1)})
+    watch.watch.scheduled(decodes[0])
+    watch.clock.advance(0.01)
+    watch.watch.scheduled(decodes[1])
+    results(watch, decodes[0])
+    watch.watch.scheduled(prefill)
+    # The results of the second decode are there after 0.01 s, but are looked for only after the
+    # prefill's kernels were sent.
+    watch.clock.advance(0.03)
+    results(watch, decodes[1])
+    watch.watch.scheduled(decodes[2])
+    watch.clock.advance(0.005)
+    results(watch, prefill)
+    watch.clock.advance(0.01)
+    results(watch, decodes[2])
+    times = [round(each[0], 6) for each in watch.meter.steps]
+    assert times == [0.01, 0.035, 0.01]
+    assert watch.meter.steps[1][1:] == (1000, 500_000, 3)
+    assert watch.meter.counts == [1, 2, 1]
 
 
 def test_after_its_end_nothing_is_added(watch: Any) -> None:

@@ -322,6 +322,14 @@ def test_a_chunk_is_written_piece_by_piece_and_read_back_whole(
     tier.close()
 
 
+@pytest.mark.parametrize(("chunk_bytes", "chunks"), [(2 << 20, 4), (8 << 20, 2), (32 << 20, 1)])
+def test_a_batch_is_bounded_in_bytes(tmp_path: Path, chunk_bytes: int, chunks: int) -> None:
+    """Until a batch ends, its tier counts as one that ends no read."""
+    tier = DiskTier([tmp_path], FINGERPRINT, chunk_bytes, 10 * chunk_bytes)
+    assert tier.batch_chunks == chunks
+    tier.close()
+
+
 def test_names_of_files_leave_the_interpreters_table_of_strings_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
