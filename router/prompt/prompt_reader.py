@@ -285,7 +285,8 @@ class PromptSource:
         self._clock = clock
         self._lock = asyncio.Lock()
         self._memo = Memo(config.memo_bytes)
-        self._text = PromptReader(memo=self._memo)
+        self.text_reader = PromptReader(memo=self._memo)
+        """Reads prompts by their text only."""
         self._configured = None if config.path is None else self._load(Path(config.path))
         self._by_root: dict[str, PromptReader] = {}
         self._root_of: dict[str, str] = {}
@@ -297,7 +298,7 @@ class PromptSource:
             return self._configured
         if model is None and len(self._by_root) == 1:
             return next(iter(self._by_root.values()))
-        return self._by_root.get(self._root_of.get(model or "", ""), self._text)
+        return self._by_root.get(self._root_of.get(model or "", ""), self.text_reader)
 
     def max_model_len(self, model: str | None) -> int | None:
         """Return the longest context of a model at any replica; None if one does not tell.
@@ -388,12 +389,12 @@ class PromptSource:
                 "set tokenizer.path to match them by tokens",
                 root,
             )
-            return self._text
+            return self.text_reader
         try:
             reader = self._load(path)
         except ConfigError as error:
             log.warning("%s; prompts of '%s' are matched by their text", error, root)
-            return self._text
+            return self.text_reader
         log.info("prompts for '%s' are tokenized with %s", root, path)
         return reader
 
