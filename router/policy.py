@@ -22,7 +22,9 @@ from urllib.parse import quote
 import xxhash
 
 from router.config.settings import RouterConfig
+from router.prompt.long_strings import LongStrings
 from router.prompt.request_body import (
+    LARGE_BODY_BYTES,
     parsed_bytes,
     prompt_fields,
     short_members,
@@ -32,6 +34,7 @@ from router.prompt.request_body import (
 from warmroute_common.addresses import is_loopback
 from warmroute_common.api_errors import BadRequestError, NotFoundError, NotSupportedError
 from warmroute_common.config_reader import ConfigLocation
+from warmroute_common.http_server import Body
 
 PROMPTED: Final = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/messages"}
@@ -108,12 +111,16 @@ class ParsedRequest:
     """A client's request, as far as routing needs it."""
 
     endpoint: str
-    body: bytes
+    body: Body
     """The body for the replica: the client's, with an alias of a model replaced."""
     fields: dict[str, Any] = field(repr=False)
     """Those of the body that routing needs; cleared when the prompt has been read."""
     parsed_bytes: int
     """About how much memory ``fields`` take until then."""
+    is_cut: bool = False
+    """Whether a text in ``fields`` is only the beginning of that in the body."""
+    media_bytes: int = 0
+    """Media in the body that are not in ``fields``."""
     model: str | None
     session: str | None
     streamed: bool = False
@@ -205,7 +212,7 @@ class Policy:
         method: str,
         path: str,
         headers: Mapping[str, str],
-        body: bytes,
+        body: Body,
         *,
         salt_key: bytes | None = None,
     ) -> ParsedRequest:
@@ -327,14 +334,19 @@ def _matches(path: str, patterns: Collection[str]) -> bool:
 def _prompted(
     path: str,
     headers: Mapping[str, str],
-    body: bytes,
+    body: Body,
     session: str | None,
     aliases: Mapping[str, str],
     *,
     salt_key: bytes | None,
 ) -> ParsedRequest:
-    size_bytes = parsed_bytes(body)
-    fields = prompt_fields(body)
+    long_strings = LongStrings(body) if len(body) > LARGE_BODY_BYTES else None
+    read = body if long_strings is None else long_strings.rest
+    size_bytes = parsed_bytes(read)
+    fields = prompt_fields(read)
+    if long_strings is not None:
+        long_strings.restore(fields)
+        size_bytes += long_strings.text_bytes
     model = _text(fields, "model")
     changed: dict[str, str] = {}
     if model is not None and model in aliases:
@@ -347,15 +359,19 @@ def _prompted(
             changed["cache_salt"] = salt
         else:
             body = with_new_member(body, "cache_salt", salt)
+            read = with_new_member(read, "cache_salt", salt)
         fields["cache_salt"] = salt
     if changed:
-        body = with_members(body, changed)
+        read = with_members(read, changed)
+        body = read if long_strings is None else long_strings.put_back(read)
     before = _text(fields, "previous_response_id") if path == "/v1/responses" else None
     return ParsedRequest(
         endpoint=path,
         body=body,
         fields=fields,
         parsed_bytes=size_bytes,
+        is_cut=long_strings is not None and long_strings.is_cut,
+        media_bytes=0 if long_strings is None else long_strings.media_bytes,
         model=model,
         streamed=fields.get("stream") is True,
         session=_session(fields, session),
@@ -373,8 +389,8 @@ def _own_salt(salt_key: bytes, given: str | None) -> str:
 
 
 def _model_of(
-    content_type: str, body: bytes, aliases: Mapping[str, str], salt_key: bytes | None
-) -> tuple[Mapping[str, object], str | None, bytes]:
+    content_type: str, body: Body, aliases: Mapping[str, str], salt_key: bytes | None
+) -> tuple[Mapping[str, object], str | None, Body]:
     """Return a body's short JSON fields, its model, and the body with alias and salt replaced."""
     if _is_multipart(content_type):
         model, body = _form_model(content_type, body, aliases)
@@ -382,8 +398,12 @@ def _model_of(
     # A form may be JSON as well, and name another model to a reader of forms.
     if _kind(content_type) == _URLENCODED or not _JSON_OBJECT.match(body):
         return {}, None, body
-    parsed_bytes(body)
-    fields = short_members(body)
+    long_strings = LongStrings(body) if len(body) > LARGE_BODY_BYTES else None
+    read = body if long_strings is None else long_strings.rest
+    parsed_bytes(read)
+    fields = short_members(read)
+    if long_strings is not None:
+        fields = {name: each for name, each in fields.items() if not long_strings.is_mark(each)}
     named = fields.get("model")
     model = named if isinstance(named, str) else None
     changed: dict[str, str] = {}
@@ -394,7 +414,8 @@ def _model_of(
         changed["cache_salt"] = _own_salt(salt_key, given if isinstance(given, str) else None)
     if changed:
         with suppress(BadRequestError):  # the replica refuses it
-            body = with_members(body, changed)
+            read = with_members(read, changed)
+            body = read if long_strings is None else long_strings.put_back(read)
     return fields, model, body
 
 
@@ -413,8 +434,8 @@ def _named_ids(fields: Mapping[str, Any]) -> list[str]:
 
 
 def _form_model(
-    content_type: str, body: bytes, aliases: Mapping[str, str]
-) -> tuple[str | None, bytes]:
+    content_type: str, body: Body, aliases: Mapping[str, str]
+) -> tuple[str | None, Body]:
     """Return the form's field ``model``, and the form with its alias replaced.
 
     No model is found in a form that the replica might read in another way. Raises
@@ -444,7 +465,7 @@ def _form_model(
     return real or model, body
 
 
-def _form_parts(content_type: str, body: bytes) -> list[tuple[int, int]]:
+def _form_parts(content_type: str, body: Body) -> list[tuple[int, int]]:
     """Return where each part of a form begins and ends; none if anything about it is unusual."""
     known = _FORM_TYPE.fullmatch(content_type)
     parameters = None if known is None else _parameters(known[1])
@@ -468,7 +489,7 @@ def _form_parts(content_type: str, body: bytes) -> list[tuple[int, int]]:
     return []
 
 
-def _field_name(head: bytes) -> str | None:
+def _field_name(head: Body) -> str | None:
     """Return the field's name in a part's headers; None if it could be read in two ways.
 
     A field ``model`` that is a file, or encoded, has no name either.

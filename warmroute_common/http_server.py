@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from ssl import SSLContext
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import orjson
 from aiohttp import hdrs, web
@@ -178,7 +178,11 @@ _EXPECTS_CONTINUE: Final = web.RequestKey("expects_continue", bool)
 _SHOWN_CHARS: Final = 100
 
 
-async def read_body(request: web.Request) -> bytes:
+Body: TypeAlias = bytes | bytearray
+"""A body that was read; nobody changes it."""
+
+
+async def read_body(request: web.Request) -> Body:
     """Return the body. It counts as held until `release_body`.
 
     Raises `TooLargeError` as soon as the size is known to exceed ``client_max_size``,
@@ -244,8 +248,8 @@ async def _continue(request: web.Request) -> None:
         await request.writer.drain()
 
 
-async def _read(request: web.Request, bodies: Bodies, limit_bytes: int, wakes: "_Wakes") -> bytes:
-    chunks, size = [], 0
+async def _read(request: web.Request, bodies: Bodies, limit_bytes: int, wakes: "_Wakes") -> Body:
+    first, body, size = b"", bytearray(), 0
     # request.read() would keep the body as long as the request.
     while chunk := await request.content.readany():
         size += len(chunk)
@@ -253,9 +257,13 @@ async def _read(request: web.Request, bodies: Bodies, limit_bytes: int, wakes: "
             raise _too_large(bodies, limit_bytes, "more was sent")
         bodies.hold(len(chunk))
         request[_HELD_BYTES] = size
-        chunks.append(chunk)
+        # To join parts of a large body would hold the event loop, and take the memory twice.
+        if not first:
+            first = chunk
+        else:
+            body += chunk if body else first + chunk
         wakes.received(size)
-    return b"".join(chunks)
+    return body or first
 
 
 def _too_large(bodies: Bodies, limit_bytes: int, what: str) -> TooLargeError:

@@ -81,7 +81,7 @@ def estimated_tokens(request: ParsedRequest) -> int:
         return 0
     if request.is_form:
         return len(body) // _MEDIA_BYTES_PER_TOKEN
-    size = len(body)
+    size = len(body) - request.media_bytes
     with suppress(orjson.JSONEncodeError):  # the parser reads deeper nesting than it writes
         size -= sum(_media_bytes(request.fields[name]) for name in _CHATS if name in request.fields)
     # Lists of short token ids have fewer bytes a token, but a comma each.

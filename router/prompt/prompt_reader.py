@@ -332,7 +332,8 @@ class PromptSource:
         self._clock = clock
         self._lock = asyncio.Lock()
         self._memo = Memo(config.memo_bytes)
-        self._text = PromptReader(memo=self._memo)
+        self.text_reader = PromptReader(memo=self._memo)
+        """Reads prompts by their text only."""
         self._store = TokenizerStore(config)
         self._taking = asyncio.Lock()
         self._configured = None if config.path is None else self._load(Path(config.path))
@@ -356,7 +357,7 @@ class PromptSource:
         root = next(iter(roots), "") if model is None and len(roots) == 1 else None
         root = self._root_of.get(model or "", "") if root is None else root
         named = self._named.get(model or "") or self._named_roots.get(root)
-        return named or self._configured or self._by_root.get(root, self._text)
+        return named or self._configured or self._by_root.get(root, self.text_reader)
 
     def max_model_len(self, model: str | None) -> int | None:
         """Return the longest context of a model at any replica; None if one does not tell.

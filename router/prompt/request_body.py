@@ -1,19 +1,21 @@
 """Reads of a request's JSON body only what routing needs, and bounds what that costs.
 
-Other fields are skipped and take no memory. A body with more than `MAX_VALUES` values or
-`MAX_MEMBERS` members is refused, because a few bytes of either become an object of fifty or more.
-Strings have no limit of their own: images travel in chats.
+Other fields are skipped and take no memory. Long strings of a large body are taken out before it is
+parsed (`LongStrings`). A body with more than `MAX_VALUES` values or `MAX_MEMBERS` members is
+refused, because a few bytes of either become an object of fifty or more. Strings have no limit of
+their own: images travel in chats.
 """
 
 import asyncio
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, ParamSpec, TypeVar
 
 import msgspec
 from msgspec import UNSET
 
 from warmroute_common.api_errors import BadRequestError
+from warmroute_common.http_server import Body
 
 LARGE_BODY_BYTES: Final = 256 * 1024
 """A larger body is parsed, rendered and assembled in a thread."""
@@ -101,7 +103,7 @@ async def off_loop(
     return work(*given, **named)
 
 
-def prompt_fields(body: bytes) -> dict[str, Any]:
+def prompt_fields(body: Body) -> dict[str, Any]:
     """Return the fields of a JSON object that routing needs; raise `BadRequestError`."""
     if not body:
         raise BadRequestError("the body is empty; send a JSON object", code="invalid_json")
@@ -113,7 +115,7 @@ def prompt_fields(body: bytes) -> dict[str, Any]:
     }
 
 
-def short_members(body: bytes) -> dict[str, str | bool]:
+def short_members(body: Body) -> dict[str, str | bool]:
     """Return the members of a JSON object that are true or short strings, and nothing of others.
 
     The body is the replica's to check: what cannot be read has no members.
@@ -129,7 +131,7 @@ def short_members(body: bytes) -> dict[str, str | bool]:
     return found
 
 
-def with_members(body: bytes, changed: Mapping[str, str]) -> bytes:
+def with_members(body: Body, changed: Mapping[str, str]) -> bytes:
     """Return the body, a JSON object, with other members; the rest stays as written.
 
     Raises `BadRequestError` if it is not one.
@@ -139,16 +141,27 @@ def with_members(body: bytes, changed: Mapping[str, str]) -> bytes:
     return msgspec.json.encode(members)
 
 
-def with_new_member(body: bytes, name: str, value: str) -> bytes:
+def with_new_member(body: Body, name: str, value: str) -> Body:
     """Return the body, a JSON object without this member, with it; the rest stays as written."""
     opening = _OPENING.match(body)
     assert opening is not None, "the body has been read"
     rest = memoryview(body)[opening.end() - len(opening[1]) :]
     comma = b"" if opening[1] else b","
-    return b"".join([b"{", msgspec.json.encode({name: value})[1:-1], comma, rest])
+    return joined([b"{", msgspec.json.encode({name: value})[1:-1], comma, rest])
 
 
-def parsed_bytes(body: bytes) -> int:
+def joined(parts: Sequence[bytes | memoryview]) -> Body:
+    """Return parts of a body as one. No call copies much of a large one."""
+    if sum(map(len, parts)) <= LARGE_BODY_BYTES:
+        return b"".join(parts)
+    whole = bytearray()
+    for each in parts:
+        for at in range(0, len(each), _PART_BYTES):
+            whole += each[at : at + _PART_BYTES]
+    return whole
+
+
+def parsed_bytes(body: Body) -> int:
     """Return about how much memory the values of a JSON body take.
 
     Raises `BadRequestError` above the limits. Takes up to a second for a hostile body.
@@ -165,7 +178,7 @@ def parsed_bytes(body: bytes) -> int:
     return len(body) + values * _VALUE_BYTES + members * _MEMBER_BYTES
 
 
-def _counts(parts: Iterable[bytes]) -> tuple[int, int]:
+def _counts(parts: Iterable[Body]) -> tuple[int, int]:
     """Return how many values and members parts of a body have, until both are clearly too many."""
     values = members = 0
     for part in parts:
@@ -178,9 +191,9 @@ def _counts(parts: Iterable[bytes]) -> tuple[int, int]:
     return values + members, members
 
 
-def _outside_strings(body: bytes) -> Iterator[bytes]:
+def _outside_strings(body: Body) -> Iterator[bytes]:
     """Yield what stands between the strings of a body."""
-    gaps: list[bytes] = []
+    gaps: list[Body] = []
     at = quotes = 0
     while (start := body.find(b'"', at)) >= 0:
         gaps.append(body[at:start])
@@ -208,13 +221,13 @@ def _too_many(what: str) -> BadRequestError:
     return BadRequestError(f"the body has more than {what}", code="too_many_values")
 
 
-def _decoded(body: bytes, decoder: msgspec.json.Decoder[Any]) -> Any:
+def _decoded(body: Body, decoder: msgspec.json.Decoder[Any]) -> Any:
     try:
         return decoder.decode(body)
     except RecursionError:
         raise BadRequestError("the body's values are nested too deeply") from None
     except msgspec.ValidationError as error:
-        start = body.lstrip()[:1]
+        start = bytes(body.lstrip()[:1])
         if start == b"{":  # a number that is out of range
             raise BadRequestError(
                 f"the body is not valid JSON: {error}", code="invalid_json"

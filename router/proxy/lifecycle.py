@@ -30,6 +30,7 @@ from router.scheduling.admission import AdmissionController, Admitted
 from router.scheduling.request_scheduler import PlacementRequest, RequestScheduler
 from router.staging.stager import Stager, StagingResult
 from warmroute_common.api_errors import ApiError, BadRequestError, RateLimitedError
+from warmroute_common.http_server import Body
 
 log = logging.getLogger("warmroute.replicas")
 
@@ -199,7 +200,7 @@ class RequestLifecycle:
         method: str,
         path: str,
         headers: Mapping[str, str],
-        body: bytes,
+        body: Body,
         *,
         salt_key: bytes | None = None,
     ) -> ParsedRequest:
@@ -407,7 +408,8 @@ class RequestLifecycle:
     async def _prompt(self, asked: ParsedRequest) -> Prompt | None:
         if not asked.has_prompt:
             return None
-        reader = self._prompts.reader_for(asked.model)
+        prompts = self._prompts
+        reader = prompts.text_reader if asked.is_cut else prompts.reader_for(asked.model)
         try:
             return await reader.read(
                 asked.endpoint,

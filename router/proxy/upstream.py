@@ -11,7 +11,6 @@ checks with 503 may still finish its requests.
 """
 
 import asyncio
-import io
 import re
 import ssl
 import time
@@ -40,6 +39,7 @@ from router.record.records import Cause
 from warmroute_common.admin_token import HEADER as ADMIN_HEADER
 from warmroute_common.config_reader import describe
 from warmroute_common.connection_errors import connection_problem, is_exhausted, is_unresolved
+from warmroute_common.http_server import Body
 
 _SWITCHING_PROTOCOLS: Final = 101
 RETRYABLE: Final = MappingProxyType(
@@ -53,7 +53,8 @@ RETRYABLE: Final = MappingProxyType(
 )
 """Statuses of a replica that could not answer, where another may."""
 _LARGE_BODY_BYTES: Final = 1 << 20
-"""aiohttp wants a larger body as a file, which it writes piece by piece."""
+"""A larger body is written piece by piece."""
+_WRITTEN_BYTES: Final = 64 << 10
 
 _KEEPALIVE_S: Final = 3.0
 """Shorter than the 5 s after which vLLM's server closes an idle connection, so that no request is
@@ -212,14 +213,27 @@ class _SmallBody(_Body, aiohttp.BytesPayload):
     """Written at once."""
 
 
-class _LargeBody(_Body, aiohttp.BytesIOPayload):
-    """Written piece by piece."""
+class _LargeBody(_Body):
+    """Written piece by piece, without a copy."""
+
+    def __init__(self, body: Body) -> None:
+        super().__init__(memoryview(body))
+        self._size = len(body)
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        """Return the body as text; aiohttp does not ask for it."""
+        return bytes(self._value).decode(encoding, errors)
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        """Write the body; called by `write_with_length`."""
+        for at in range(0, len(self._value), _WRITTEN_BYTES):
+            await writer.write(self._value[at : at + _WRITTEN_BYTES])
 
 
-def _body(body: bytes) -> _Body | None:
+def _body(body: Body) -> _Body | None:
     if not body:
         return None
-    return _SmallBody(body) if len(body) <= _LARGE_BODY_BYTES else _LargeBody(io.BytesIO(body))
+    return _SmallBody(body) if len(body) <= _LARGE_BODY_BYTES else _LargeBody(body)
 
 
 class Upstream:
@@ -235,7 +249,7 @@ class Upstream:
         url: str,
         *,
         headers: Mapping[str, str],
-        body: bytes,
+        body: Body,
         wait: Wait,
         client: KeepAlives,
         repeatable: bool = False,
@@ -288,7 +302,7 @@ class Upstream:
         return ReplicaAnswer(response, first, sent_s=sent_s, headers_s=headers_s)
 
     async def _request(
-        self, method: str, url: str, headers: Mapping[str, str], body: bytes, *, repeatable: bool
+        self, method: str, url: str, headers: Mapping[str, str], body: Body, *, repeatable: bool
     ) -> tuple[aiohttp.ClientResponse, _Body | None]:
         """Send a request; return its headers' response and its body as it was sent.
 

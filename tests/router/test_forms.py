@@ -217,4 +217,4 @@ def test_nor_after_a_change_anywhere(at: int, cut: int, put: bytes, first: bytes
         return
     if parsed.model is None:
         return
-    assert theirs(parsed.body, TYPE) in (parsed.model, REFUSED)
+    assert theirs(bytes(parsed.body), TYPE) in (parsed.model, REFUSED)

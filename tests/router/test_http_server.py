@@ -311,3 +311,30 @@ async def test_a_body_is_asked_for_once_its_client_is_admitted(fleet: Fleet) -> 
         assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
     answered = await exchange(router, EXPECTING + bearer + b"Expect: 100-continue\r\n\r\n{}")
     assert answered.startswith(b"HTTP/1.1 200 "), "a client that does not wait"
+
+
+# --- bodies that come in parts
+
+
+FORM = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\nm\r\n--x--\r\n'
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "body", "status"),
+    [
+        (b"/v1/completions", b"application/json", b"[1, 2, 3]", b"400"),
+        (b"/v1/completions", b"application/json", b'{"model":"m","prompt":"x"}', b"200"),
+        (b"/v1/score", b"application/json", b'{"model":"nobody"}', b"404"),
+        (b"/v1/audio/transcriptions", b"multipart/form-data; boundary=x", FORM, b"200"),
+        (b"/v1/files", b"text/plain", b"hello", b"200"),
+    ],
+)
+async def test_a_body_that_comes_in_parts_is_read_as_one(
+    fleet: Fleet, path: bytes, kind: bytes, body: bytes, status: bytes
+) -> None:
+    router = await fleet.router()
+    head = b"POST %b HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" % path
+    head += b"Content-Type: %b\r\nContent-Length: %d\r\n\r\n" % (kind, len(body))
+    answer = await exchange(router, head, body[:1], body[1:4], body[4:])
+    assert answer.startswith(b"HTTP/1.1 %b " % status)
+    assert [each.body for each in fleet.one.seen] == ([body] if status == b"200" else [])

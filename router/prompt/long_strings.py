@@ -1,0 +1,156 @@
+"""Takes the long strings out of a JSON body before it is parsed, and decodes them in parts.
+
+A call that parses 64 MiB holds the interpreter, and with it the event loop, for up to 0.2 s, in
+whichever thread it runs. Here each call handles at most a few MiB. Images and other media are
+never decoded: what stands for one is its beginning and a hash. So it is for texts beyond
+`MAX_TEXT_BYTES`, more than any model's context takes.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from typing import Any, Final
+
+import msgspec
+import xxhash
+
+from router.prompt.media import FIELDS
+from router.prompt.request_body import joined
+from warmroute_common.api_errors import BadRequestError
+from warmroute_common.http_server import Body
+
+MAX_TEXT_BYTES: Final = 8 << 20
+"""Long strings of one body that are decoded, besides media."""
+_MAX_REST_BYTES: Final = 8 << 20
+"""A body without its long strings."""
+_SCANNED_BYTES: Final = 4 << 10
+"""Strings of twice this length are always long, shorter ones than this never."""
+_DECODED_BYTES: Final = 1 << 20
+_HEAD_BYTES: Final = 256
+_LONGEST_CHARACTER: Final = 12
+"""Bytes of two surrogates, each written as an escape."""
+
+_IN_BASE64: Final = re.compile(rb"(?:data:[\w/+.;=-]*,)?[\w+/=\\-]*")
+_STRING: Final = msgspec.json.Decoder(str)
+
+
+class LongStrings:
+    """The long strings of one body. ``rest`` is the body with a mark in the place of each."""
+
+    def __init__(self, body: Body) -> None:
+        """Find them; raise `BadRequestError` if the rest is too large."""
+        self._body = memoryview(body)
+        self._spans = list(_spans(body))
+        # Nobody can guess it, so no string of the client is taken for one.
+        self._mark = os.urandom(12).hex()
+        self.text_bytes = 0
+        """Length of the strings that were decoded."""
+        self.media_bytes = 0
+        """Length of the strings that belong to media."""
+        self.is_cut = False
+        """Whether only the beginning of a text was decoded."""
+        parts: list[bytes | memoryview] = []
+        at = 0
+        for number, (start, end) in enumerate(self._spans):
+            parts += [self._body[at:start], f"{self._mark}{number} ".encode()]
+            at = end
+        parts.append(self._body[at:])
+        if sum(map(len, parts)) > _MAX_REST_BYTES:
+            raise BadRequestError(
+                f"the body has more than {_MAX_REST_BYTES} bytes besides its strings of more than "
+                f"{2 * _SCANNED_BYTES} bytes",
+                code="too_many_values",
+            )
+        self.rest = b"".join(parts)
+
+    def is_mark(self, value: object) -> bool:
+        """Whether a value in ``rest`` stands for a long string."""
+        return isinstance(value, str) and value.startswith(self._mark)
+
+    def put_back(self, changed: Body) -> Body:
+        """Return ``rest``, whose other members were changed, with the strings as they were sent."""
+        mark = self._mark.encode()
+        parts: list[bytes | memoryview] = []
+        for each in bytes(changed).split(mark):
+            if parts:
+                number, _, each = each.partition(b" ")  # noqa: PLW2901
+                start, end = self._spans[int(number)]
+                parts.append(self._body[start:end])
+            parts.append(each)
+        return joined(parts)
+
+    def restore(self, fields: dict[str, Any]) -> None:
+        """Decode the strings into what was parsed of ``rest``; raise `BadRequestError`."""
+        if self._spans:
+            try:
+                self._restored(fields, in_medium=False)
+            except RecursionError:
+                raise BadRequestError("the body's values are nested too deeply") from None
+
+    def _restored(self, value: Any, *, in_medium: bool) -> Any:
+        if self.is_mark(value):
+            return self._string(value, in_medium)
+        if isinstance(value, list):
+            for at, each in enumerate(value):
+                value[at] = self._restored(each, in_medium=in_medium)
+        elif isinstance(value, dict):
+            for name, each in list(value.items()):
+                value[name] = self._restored(each, in_medium=in_medium or name in FIELDS)
+                if self.is_mark(name):
+                    value[self._string(name, in_medium)] = value.pop(name)
+        return value
+
+    def _string(self, mark: str, in_medium: bool) -> str:
+        start, end = self._spans[int(mark[len(self._mark) :])]
+        raw, length = self._body[start:end], end - start
+        if in_medium and _IN_BASE64.fullmatch(raw[:_HEAD_BYTES]):
+            self.media_bytes += length
+        elif self.text_bytes + length <= MAX_TEXT_BYTES:
+            self.text_bytes += length
+            return "".join(_decoded(raw))
+        else:
+            self.is_cut = True
+        return next(_decoded(raw, _HEAD_BYTES)) + xxhash.xxh3_128_hexdigest(raw)
+
+
+def _spans(body: Body) -> Iterator[tuple[int, int]]:
+    """Yield where the insides of long strings begin and end."""
+    is_escaped = in_string = is_long = False
+    start = 0
+    for at in range(0, len(body), _SCANNED_BYTES):
+        part = bytes(body[at : at + _SCANNED_BYTES])
+        if is_escaped:
+            part = b"_" + part[1:]
+        is_escaped = False
+        if b"\\" in part:
+            part = part.replace(b"\\\\", b"__")
+            is_escaped = part.endswith(b"\\")
+            part = part.replace(b'\\"', b"__")
+        quotes = part.count(b'"')
+        if not quotes:
+            is_long = in_string
+            continue
+        if is_long:
+            yield start, at + part.index(b'"')
+            is_long = False
+        in_string ^= bool(quotes & 1)
+        start = at + part.rindex(b'"') + 1
+
+
+def _decoded(raw: memoryview, most_bytes: int = _DECODED_BYTES) -> Iterator[str]:
+    """Yield the parts of a JSON string's inside, decoded; raise `BadRequestError`."""
+    at = 0
+    while at < len(raw):
+        end = min(at + most_bytes, len(raw))
+        # A part must not end within an escape or a character.
+        for less in range(_LONGEST_CHARACTER if end < len(raw) else 1):
+            try:
+                text = _STRING.decode(b"".join((b'"', raw[at : end - less], b'"')))
+                break
+            except (msgspec.MsgspecError, ValueError) as error:
+                problem = error
+        else:
+            message = f"the body is not valid JSON: {problem}"
+            raise BadRequestError(message, code="invalid_json")
+        yield text
+        at = end - less

@@ -1,0 +1,129 @@
+"""Long strings are taken out of a body before it is parsed, and put back unchanged."""
+
+import json
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.api.charge import estimated_tokens
+from router.config.settings import RouterConfig
+from router.policy import ParsedRequest, Plane, Policy
+from router.prompt import long_strings
+from router.prompt.long_strings import LongStrings
+from router.prompt.request_body import prompt_fields, with_members
+from warmroute_common.api_errors import BadRequestError
+
+MIB = 1 << 20
+TEXT = st.text(
+    st.sampled_from([*'ab"\\/\n\u00e9\u20ac\U0001f600', "\ud7ff", "\u2028"]), max_size=120
+)
+PICTURE = "data:image/png;base64," + "iVBOR/+0" * 100_000
+
+
+@contextmanager
+def short_parts() -> Iterator[None]:
+    """Let strings of a few bytes be long, and be decoded in parts of a few bytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(long_strings, "_SCANNED_BYTES", 20)
+        patch.setattr(long_strings, "_DECODED_BYTES", 16)
+        yield
+
+
+def restored(body: bytes) -> dict[str, Any]:
+    taken = LongStrings(body)
+    fields = prompt_fields(taken.rest)
+    taken.restore(fields)
+    return fields
+
+
+def parse(body: bytes) -> ParsedRequest:
+    return Policy(RouterConfig()).parse(Plane.PROXY, "POST", "/v1/chat/completions", {}, body)
+
+
+@settings(max_examples=300, deadline=None)
+@given(texts=st.lists(TEXT, min_size=1, max_size=5), name=TEXT, in_ascii=st.booleans(), gap=TEXT)
+def test_what_is_taken_out_comes_back(
+    texts: list[str], name: str, in_ascii: bool, gap: str
+) -> None:
+    """Whatever stands at the ends of parts: escapes, surrogates, characters of several bytes."""
+    fields = {"messages": [texts, {name: gap, "x": [texts[0]]}], "prompt": texts[-1]}
+    body = json.dumps(fields, ensure_ascii=in_ascii).encode()
+    with short_parts():
+        assert restored(body) == fields
+        taken = LongStrings(body)
+        changed = taken.put_back(with_members(taken.rest, {"model": "m"}))
+    assert json.loads(changed) == {**fields, "model": "m"}
+
+
+@pytest.mark.parametrize(
+    "inside", [b"a" * 40 + b"\\ud83d", b"\\x" * 30, b"a" * 40 + b"\xff" + b"a" * 40, b"\n" * 40]
+)
+def test_what_is_no_json_string_is_refused(inside: bytes) -> None:
+    with short_parts(), pytest.raises(BadRequestError, match="not valid JSON"):
+        restored(b'{"prompt":"' + inside + b'"}')
+
+
+def test_a_medium_is_told_apart_and_not_decoded() -> None:
+    def written(url: str) -> Any:
+        part = {"type": "image_url", "image_url": {"url": url}}
+        asked = parse(json.dumps({"messages": [{"role": "user", "content": [part]}]}).encode())
+        assert (asked.media_bytes, asked.is_cut) == (len(url), False)
+        assert estimated_tokens(asked) < 10_000, "its bytes do not count as text"
+        return asked.fields["messages"][0]["content"][0]["image_url"]["url"]
+
+    assert len(written(PICTURE)) < 1000
+    assert written(PICTURE) == written(PICTURE)
+    assert written(PICTURE) != written(PICTURE[:-1] + "x")
+
+
+@pytest.mark.parametrize("name", ["text", "source", "image_url"])
+def test_a_text_is_read_whole_whatever_its_name_is(name: str) -> None:
+    text = "Some prose, not base64. " * 20_000
+    body = {"messages": [{"role": "user", "content": [{"type": "text", name: text}]}]}
+    asked = parse(json.dumps(body).encode())
+    assert asked.fields == body
+    assert (asked.media_bytes, asked.is_cut) == (0, False)
+    assert asked.parsed_bytes > len(text)
+
+
+def test_of_more_text_than_a_context_takes_the_beginning_is_read() -> None:
+    """So a text of 60 MiB takes its own memory once; it is matched by what was read and a hash."""
+    texts = ["a " * MIB, "b " * (4 * MIB), "c " * MIB]
+    asked = parse(json.dumps({"messages": texts, "model": "m"}).encode())
+    first, second, third = asked.fields["messages"]
+    assert (first, third) == (texts[0], texts[2])
+    assert len(second) < 1000
+    assert second[:200] == texts[1][:200]
+    assert asked.is_cut
+
+
+def test_a_large_body_of_short_strings_is_refused() -> None:
+    """One call would parse it."""
+    with pytest.raises(BadRequestError, match="besides its strings of more than 8192 bytes"):
+        parse(json.dumps({"messages": ["a" * 1000] * 10_000}).encode())
+
+
+@pytest.mark.parametrize("content", [PICTURE * 20, "hello wo " * 2 * MIB, '"' * 8 * MIB])
+def test_a_body_is_parsed_without_a_copy(content: str) -> None:
+    part = {"type": "image_url", "image_url": {"url": content}}
+    body = json.dumps({"messages": [{"role": "user", "content": [part]}], "model": "m"}).encode()
+    tracemalloc.start()
+    try:
+        parse(body)
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < len(body) / 10
+
+
+def test_a_long_name_of_a_model_is_not_a_mark() -> None:
+    policy = Policy(RouterConfig())
+    body = json.dumps({"model": "m" * 300_000, "input": "x"}).encode()
+    asked = policy.parse(Plane.PROXY, "POST", "/v1/score", {}, body)
+    assert (asked.model, asked.body) == (None, body)
+    assert parse(body).model == "m" * 300_000
