@@ -11,8 +11,10 @@ import zmq.asyncio
 from aiohttp import web
 
 from router.config.settings import ReplicaConfig, RouterConfig
-from router.feeds.feeds import Feeds, poll_gap_s
+from router.feeds.feeds import Feeds, KvFeed, poll_gap_s
+from router.feeds.kv_receiver import KvReceiver
 from router.fleet.fleet import Fleet
+from router.index.kv_events import BlocksStored, KvBatch
 from router.index.prompt_keys import KvTier, keys64
 from tests.router.agent_server import AgentServer, serving, until
 from tests.router.feeds.helpers import feeding
@@ -205,6 +207,22 @@ async def test_a_replica_that_joined_in_another_s_place_is_followed(
             await until(lambda: matched(fleet) == {KvTier.GPU: 256})
         finally:
             await feeds.stop()
+
+
+async def test_late_events_of_a_replica_that_left_do_not_count_for_its_successor() -> None:
+    config = ReplicaConfig(url="http://127.0.0.1:1", kv_events="tcp://127.0.0.1:1")
+    fleet = Fleet(RouterConfig(replicas=(config,)))
+    old = next(iter(fleet.replicas.values()))
+    async with (
+        aiohttp.ClientSession() as session,
+        contextlib.aclosing(KvReceiver()) as receiver,
+    ):
+        feed = KvFeed(fleet, old, session, receiver)
+        fleet.remove(old.id)
+        new = fleet.add(config)
+        assert new.id == old.id
+        feed.apply(KvBatch(0, 1.0, [BlocksStored(KvTier.GPU, BLOCKS)]))
+        assert not fleet.index.held(new.slot)
 
 
 async def test_a_gpu_cache_that_is_reset_leaves_what_the_cpu_holds(
