@@ -168,6 +168,7 @@ def make_parts(
     metrics = Metrics(
         *(fleet, sizes, lmcache.counts, access.refused, reload.counts),
         dropped=exports.dropped,
+        kv_behind_s=feeds.kv_behind_s,
     )
     records.add(metrics)
     controller = _controller(config, members, session, lmcache, access, secret=secret)
