@@ -16,6 +16,7 @@ has nothing else to do; a turn's CPU time is how long a request waits there for 
 import argparse
 import asyncio
 import multiprocessing
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -33,6 +34,7 @@ import zmq
 from bench.command import origin, positive, write_report
 from bench.discrete.requests import ModelPrompt
 from bench.ttft import percentile
+from router.cli.serve import SWITCH_INTERVAL_S
 from router.config.settings import IndexConfig, ReplicaConfig, RouterConfig
 from router.feeds import feeds
 from router.fleet.fleet import Fleet
@@ -220,7 +222,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
     options = parser.parse_args(argv)
-    came_from = origin("bench.overhead.event_load", argv or [], options.json)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    came_from = origin("bench.overhead.event_load", argv or sys.argv[1:], options.json)
     phases = []
     with Publishers(options.replicas, options.per_s) as endpoints:
         for name in _PARTS:
@@ -448,6 +451,7 @@ async def measure_scrapes(replicas: int) -> dict[str, object]:
     return {
         "bytes": size_bytes,
         "scrape_ms": _in_ms(scrape_s),
+        "turns_per_scrape": len(turns_s["scraped"]) / _SCRAPES,
         "turn_cpu_ms": {kind: _in_ms(turns) for kind, turns in cpu_s.items()},
         "turn_ms": {kind: _in_ms(turns) for kind, turns in turns_s.items()},
     }
