@@ -9,8 +9,10 @@ so differences between phases are what the parts cost. ``bare`` is the least tha
 sockets are emptied every 10 ms, with no event loop.
 
 CPU time is that of the thread of the event loop, and of the other threads (ZMQ's) by themselves.
-Other programs on the machine hardly change it. Delays by the clock count only on a machine that
-has nothing else to do; a turn's CPU time is how long a request waits there for others' work.
+Rates and delays by the clock count only on a machine that has nothing else to do: ``starved_share``
+is the part of the time that the loop's thread was ready to run and had no core. Other programs make
+CPU times longer too, by their use of the caches. A turn's CPU time is how long a request waits
+there for others' work.
 """
 
 import argparse
@@ -107,6 +109,7 @@ class Phase:
     """The same of the process's other threads."""
     loop_us_per_message: float = 0.0
     others_us_per_message: float = 0.0
+    starved_share: float = 0.0
     turn_cpu_ms: dict[str, float] = field(default_factory=dict)
     """CPU time of one turn of the loop."""
     requests: int = 0
@@ -266,16 +269,18 @@ class _CpuTime:
 
     def note(self, phase: Phase) -> None:
         """Write into a phase what was used of a core."""
-        wall_s, thread_s, process_s = (
+        wall_s, thread_s, process_s, starved_s = (
             now - began for now, began in zip(self._now(), self._began, strict=True)
         )
         phase.seconds = wall_s
+        phase.starved_share = starved_s / wall_s
         phase.loop_share = thread_s / wall_s
         phase.others_share = (process_s - thread_s) / wall_s
 
     @staticmethod
-    def _now() -> tuple[float, float, float]:
-        return time.monotonic(), time.thread_time(), time.process_time()
+    def _now() -> tuple[float, float, float, float]:
+        starved_ns = int(Path("/proc/thread-self/schedstat").read_text().split()[1])
+        return time.monotonic(), time.thread_time(), time.process_time(), starved_ns / 1e9
 
 
 def _measure_bare(endpoints: Sequence[str], seconds: int) -> Phase:
@@ -475,7 +480,8 @@ def print_phase(phase: Phase) -> None:
     print(
         f"{phase.name}: {phase.messages_per_s:.0f} messages/s, {phase.losses} losses; "
         f"loop {phase.loop_share:.1%} of a core ({phase.loop_us_per_message:.1f} us/message), "
-        f"other threads {phase.others_share:.1%} ({phase.others_us_per_message:.1f})"
+        f"other threads {phase.others_share:.1%} ({phase.others_us_per_message:.1f}); "
+        f"starved {phase.starved_share:.0%}"
         + (f"; a turn's CPU ms {phase.turn_cpu_ms}" if phase.turn_cpu_ms else "")
         + (f"; {phase.requests} requests, ms {phase.request_ms}" if phase.request_ms else ""),
         flush=True,
