@@ -177,6 +177,7 @@ def make_parts(
         *(fleet, sizes, lmcache.counts, access.refused, reload.counts),
         dropped=exports.dropped,
         inexact=prompts.inexact,
+        kv_behind_s=feeds.kv_behind_s,
     )
     records.add(metrics)
     faults = FaultReport(fleet, prompts)

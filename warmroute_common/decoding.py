@@ -19,12 +19,12 @@ _described: Final[set[Any]] = set()
 """Bounded: types are what the code names."""
 
 
-def decode_json(body: bytes, kind: type[T]) -> T:
+def decode_json(body: bytes | bytearray, kind: type[T]) -> T:
     """Return what JSON holds; raises one of `UNREADABLE` if it is no ``kind``."""
     return msgspec.json.decode(body, type=_ready(kind))
 
 
-def decode_msgpack(body: bytes, kind: type[T]) -> T:
+def decode_msgpack(body: bytes | bytearray, kind: type[T]) -> T:
     """Return what MessagePack holds; raises one of `UNREADABLE` if it is no ``kind``."""
     return msgspec.msgpack.decode(body, type=_ready(kind))
 

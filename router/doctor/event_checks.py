@@ -98,7 +98,7 @@ async def check_events(parts: CheckContext, seen: Examined, feed: KvFeed, *, pro
     reader = KvEventReader()
     recorder = EventRecorder(parts.fleet, seen.replica, reader)
     subscriber = KvSubscriber(
-        parts.context, endpoints, reader, recorder, replay_timeout_s=_REPLAY_S
+        parts.receiver, endpoints, reader, recorder, replay_timeout_s=_REPLAY_S
     )
     following = asyncio.create_task(subscriber.run())
     try:

@@ -5,11 +5,11 @@ import errno
 import resource
 import socket
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from itertools import chain
 from typing import Any, Final, TypeVar
 
 import aiohttp
-import zmq.asyncio
 
 from router.config.credentials import client_context, load_fleet_secret
 from router.config.settings import RouterConfig
@@ -26,6 +26,7 @@ from router.doctor.replica_checks import (
 )
 from router.feeds.feeds import KvFeed
 from router.feeds.health_monitor import served_models
+from router.feeds.kv_receiver import KvReceiver
 from router.fleet.fleet import Fleet
 from router.prompt.prompt_reader import PromptSource
 from warmroute_common.addresses import is_loopback, join_host_port, reachable
@@ -319,8 +320,8 @@ async def examine(
         running = await running_router(session, config, admin_key)
         _check_own(config, router, running)
         prompts = await _prompts(config, router)
-        with zmq.asyncio.Context() as context:
-            parts = CheckContext(config, fleet, session, context, prompts)
+        async with aclosing(KvReceiver()) as receiver:
+            parts = CheckContext(config, fleet, session, receiver, prompts)
             turns = asyncio.Semaphore(_CONCURRENT)
 
             async def examined(seen: Examined) -> None:
@@ -362,7 +363,7 @@ async def _check(parts: CheckContext, seen: Examined, *, probe: bool) -> None:
     await check_replica(session, seen, is_keyed=is_keyed, timeout_s=timeout_s)
     if not seen.answers:
         return
-    feed = KvFeed(parts.fleet, seen.replica, session, parts.context)
+    feed = KvFeed(parts.fleet, seen.replica, session, parts.receiver)
     secret = load_fleet_secret(config)
     await check_agent(parts, seen, feed, secret)
     if parts.prompts is not None:

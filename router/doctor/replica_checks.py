@@ -5,7 +5,6 @@ from importlib.metadata import version
 from typing import Final
 
 import aiohttp
-import zmq.asyncio
 
 from router.agent_client import AgentClient, AgentError, AgentRefusedError
 from router.config.settings import ReplicaConfig, RouterConfig
@@ -13,6 +12,7 @@ from router.doctor.findings import Section
 from router.doctor.http_probe import HttpAnswer, ProbeError, get
 from router.feeds.feeds import KvFeed
 from router.feeds.health_monitor import authorization, model_entries, served_models
+from router.feeds.kv_receiver import KvReceiver
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica
 from router.lmcache.server_client import LmcacheServerClient, LmcacheServerError
@@ -33,7 +33,7 @@ class CheckContext:
     config: RouterConfig
     fleet: Fleet
     session: aiohttp.ClientSession
-    context: zmq.asyncio.Context
+    receiver: KvReceiver
     prompts: PromptSource | None
     """None if the configured tokenizer does not load."""
 

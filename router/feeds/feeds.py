@@ -15,10 +15,11 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
-import zmq.asyncio
+import zmq
 
 from router.agent_client import AgentClient, AgentError, HistoryGoneError
 from router.feeds.health_monitor import fetch
+from router.feeds.kv_receiver import KvReceiver
 from router.feeds.kv_subscriber import KvEndpoints, KvSubscriber, until_first
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica
@@ -70,12 +71,12 @@ class KvFeed:
         fleet: Fleet,
         replica: Replica,
         session: aiohttp.ClientSession,
-        context: zmq.asyncio.Context,
+        receiver: KvReceiver,
     ) -> None:
         self._fleet = fleet
         self._replica = replica
         self._session = session
-        self._context = context
+        self._receiver = receiver
         self._reader = KvEventReader()
         self._pause = Backoff(_FIRST_S, _LONGEST_S)
         self._agent_events: str | None = None
@@ -110,7 +111,7 @@ class KvFeed:
     async def _follow(self, endpoints: KvEndpoints) -> None:
         """Follow until the connection is lost or the replica has restarted."""
         self._reader, self._has_heard = KvEventReader(), False
-        subscriber = KvSubscriber(self._context, endpoints, self._reader, self)
+        subscriber = KvSubscriber(self._receiver, endpoints, self._reader, self)
         began_s = time.monotonic()
         late = asyncio.get_running_loop().call_later(_ABSENT_AFTER_S, self._note_absent, endpoints)
         try:
@@ -162,6 +163,8 @@ class KvFeed:
 
     def apply(self, batch: KvBatch) -> None:
         """Take a message, in order, each once."""
+        if self._replica.is_removed:
+            return  # its task is about to end; another replica may have its name now
         self._has_heard = True
         if self._state is _State.UNREADABLE:
             self._begin()
@@ -174,7 +177,7 @@ class KvFeed:
     def forget(self) -> None:
         """Drop all that earlier messages told."""
         if self._replica.is_removed:
-            return  # with all of it; another replica may have its name now
+            return  # with all of it
         self._fleet.lost_kv(self._replica.id)
         self._reader.restart()
 
@@ -349,9 +352,7 @@ class Feeds:
         self._fleet = fleet
         self._session = session
         self._secret = secret
-        self._context = zmq.asyncio.Context()
-        # It must be told before the first socket, and allows 1023 altogether unless it is.
-        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
+        self._receiver = KvReceiver()
         self._tasks: dict[Replica, list[asyncio.Task[None]]] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -360,9 +361,13 @@ class Feeds:
         agents = [self.joined(each) for each in self._fleet.replicas.values()]
         await all_set((each.tried for each in agents if each is not None), _START_WAIT_S)
 
+    def kv_behind_s(self) -> float:
+        """Return for how long not all KV events that have arrived were taken."""
+        return self._receiver.behind_s
+
     def joined(self, replica: Replica) -> AgentFeed | None:
         """Begin to follow a replica of the fleet; return the feed of its agent, if it has one."""
-        kv_feed = KvFeed(self._fleet, replica, self._session, self._context)
+        kv_feed = KvFeed(self._fleet, replica, self._session, self._receiver)
         tasks = self._tasks[replica] = [asyncio.create_task(kv_feed.run())]
         if (url := replica.config.agent_url) is None:
             return None
@@ -381,7 +386,7 @@ class Feeds:
     async def stop(self) -> None:
         """End all feeds; what they told stays in the fleet, but for the KV events."""
         await end_all([*self._ending, *(each for tasks in self._tasks.values() for each in tasks)])
-        self._context.destroy(linger=0)
+        await self._receiver.aclose()
 
     def _gap_s(self) -> float:
         agents = sum(each.config.agent_url is not None for each in self._tasks)

@@ -18,6 +18,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
+from router.feeds.kv_receiver import KvReceiver
 from router.index.kv_events import KvBatch, KvEventFormatError, KvEventReader
 from warmroute_common.tasks import end_all
 
@@ -33,8 +34,6 @@ _REPLAY_CUT: Final = 1000
 what comes before some have gone. A shorter replay is whole."""
 _CUT_AFTER_S: Final = 0.2
 """After such a pause a longer one is asked for again: its end may have been dropped too."""
-_AT_ONCE_BYTES: Final = 32_768
-"""Messages taken before others may run: some milliseconds."""
 _NUMBER_BYTES: Final = 8
 _SNAPSHOT_NUMBER_BYTES: Final = 24
 """A number and a publisher's id: the format proposed for vLLM's snapshots of KV events."""
@@ -71,7 +70,7 @@ class KvSubscriber:
 
     def __init__(
         self,
-        context: zmq.asyncio.Context,
+        receiver: KvReceiver,
         endpoints: KvEndpoints,
         reader: KvEventReader,
         sink: KvSink,
@@ -79,7 +78,8 @@ class KvSubscriber:
         replay_timeout_s: float = _REPLAY_TIMEOUT_S,
         quiet_s: float = _QUIET_S,
     ) -> None:
-        self._context = context
+        self._receiver = receiver
+        self._context = receiver.context
         self._endpoints = endpoints
         self._reader = reader
         self._sink = sink
@@ -87,6 +87,8 @@ class KvSubscriber:
         self._quiet_s = quiet_s
         self._expected = 0
         self._last_ts = -inf
+        self._ahead: KvBatch | None = None
+        """A message that came although others are missing before it."""
 
     async def run(self) -> None:
         """Connect, however long that takes, and follow until the connection is lost.
@@ -94,13 +96,14 @@ class KvSubscriber:
         Raises `KvEventFormatError` for messages that are not vLLM's. On every way out
         nothing is known any more.
         """
-        with contextlib.closing(self._context.socket(zmq.SUB)) as socket:
-            monitor = socket.get_monitor_socket(
-                zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-            )
+        # Not asyncio's: the loop would be woken for each message.
+        with contextlib.closing(zmq.Context(self._context).socket(zmq.SUB)) as socket:
+            address = f"inproc://monitor-{id(socket)}"
+            socket.monitor(address, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+            monitor = self._context.socket(zmq.PAIR)
             try:
+                monitor.connect(address)
                 socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
-                socket.setsockopt(zmq.RCVTIMEO, int(self._quiet_s * 1000))
                 socket.subscribe(self._endpoints.topic)
                 _connect(socket, self._endpoints.events)
                 await _monitored(monitor, zmq.EVENT_HANDSHAKE_SUCCEEDED)
@@ -110,45 +113,37 @@ class KvSubscriber:
                 monitor.close(linger=0)
                 self._sink.forget()
 
-    async def _follow(self, socket: zmq.asyncio.Socket) -> None:
+    async def _follow(self, socket: zmq.SyncSocket) -> None:
         await self._catch_up()
         self._sink.following()
-        waiting: zmq.SyncSocket = zmq.Socket.shadow(socket.underlying)
         while True:
-            # Not poll() first: that costs as much again for every message.
-            try:
-                frames = await socket.recv_multipart()
-            except zmq.Again:
-                # The last message before a silence has none behind it that
-                # would show that it is missing.
-                await self._catch_up()
-                continue
-            left_bytes = _AT_ONCE_BYTES
-            with contextlib.suppress(zmq.Again):
-                await self._take(frames)
-                # While the loop was busy more have come: without it each costs half.
-                while (left_bytes := left_bytes - len(frames[-1])) > 0:
-                    frames = waiting.recv_multipart(zmq.NOBLOCK)
-                    await self._take(frames)
-            await asyncio.sleep(0)
+            await self._receiver.receive(socket, self._take, self._quiet_s)
+            # A message is missing: before one that has come, or, as it is quiet, perhaps the last.
+            # What comes meanwhile waits in the socket.
+            await self._catch_up()
+            if (batch := self._ahead) is not None:
+                self._ahead = None
+                self._apply(batch)
 
-    async def _take(self, frames: Sequence[bytes]) -> None:
-        """Apply a message, after the messages that are missing before it.
+    def _take(self, frames: Sequence[bytes]) -> bool:
+        """Apply a message; return False if messages are missing before it, which come first.
 
         A number that was seen before is a duplicate (of a replay) if its time is
         not later than the last one's, else the publisher has restarted.
         """
         if len(frames) != 3:
-            return
+            return True
         batch = self._reader.read(_number(frames[1]), frames[2])
         if batch.seq < self._expected:
             if batch.ts <= self._last_ts:
-                return
+                return True
             self._expected = 0
             self._forget()
         if batch.seq > self._expected:
-            await self._catch_up()
+            self._ahead = batch
+            return False
         self._apply(batch)
+        return True
 
     async def _catch_up(self) -> None:
         """Apply what is missing, as far as the publisher still has it."""
@@ -216,7 +211,7 @@ class KvSubscriber:
         self._sink.following()
 
 
-def _connect(socket: zmq.asyncio.Socket, endpoint: str) -> None:
+def _connect(socket: zmq.SyncSocket | zmq.asyncio.Socket, endpoint: str) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IPV6, 1)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)

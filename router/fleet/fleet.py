@@ -366,9 +366,10 @@ class Fleet:
         """Apply a message of vLLM's KV events, for the tiers of `Replica.event_tiers`."""
         replica = self.replicas[replica_id]
         replica.heard_s = now_s
+        tiers = () if replica.is_removed else replica.event_tiers
         for event in batch.events:
             if not isinstance(event, FirstBlocks):
-                self._apply_kv_event(replica, event, now_s)
+                self._apply_kv_event(replica, event, tiers, now_s)
             elif replica.check_shape(event):
                 self.replicas.changed()
 
@@ -380,8 +381,9 @@ class Fleet:
         # A stock vLLM may come back with another random seed.
         replica.shape_checked = False
 
-    def _apply_kv_event(self, replica: Replica, event: KvEvent, now_s: float) -> None:
-        tiers = () if replica.is_removed else replica.event_tiers
+    def _apply_kv_event(
+        self, replica: Replica, event: KvEvent, tiers: Collection[KvTier], now_s: float
+    ) -> None:
         match event:
             case GpuCleared():
                 self.index.forget(replica.slot, (KvTier.GPU,))

@@ -85,6 +85,24 @@ class _ClearedArray(_Cleared, array_like=True, tag="AllBlocksCleared"):
     pass
 
 
+class _MapBatch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[_Stored | _Removed | _Cleared]
+    dp_rank: int | None = None
+
+
+class _ArrayBatch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[_StoredArray | _RemovedArray | _ClearedArray]
+    dp_rank: int | None = None
+
+
+_MAP_BATCHES: Final[msgspec.msgpack.Decoder[_MapBatch | _ArrayBatch]] = msgspec.msgpack.Decoder(
+    _MapBatch
+)
+_ARRAY_BATCHES: Final[msgspec.msgpack.Decoder[_MapBatch | _ArrayBatch]] = msgspec.msgpack.Decoder(
+    _ArrayBatch
+)
 _BATCHES: Final = msgspec.msgpack.Decoder(_Batch)
 _MAPS: Final = msgspec.msgpack.Decoder(_Stored | _Removed | _Cleared)
 _ARRAYS: Final = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray)
@@ -146,6 +164,8 @@ class KvBatch:
 
 def tier_of(medium: str | None, locality: str | None = None) -> KvTier:
     """Return the tier that an event's medium names; an unknown one is the slowest."""
+    if medium == "GPU":
+        return KvTier.GPU
     name = (medium or "GPU").upper()
     if name == "STORAGE" and (locality or "LOCAL").upper() == "LOCAL":
         return KvTier.DISK
@@ -163,6 +183,8 @@ class KvEventReader:
     """
 
     def __init__(self) -> None:
+        self._whole = [_MAP_BATCHES, _ARRAY_BATCHES]
+        """Of whole messages; the one that fitted last is the first."""
         self.restart()
 
     def restart(self) -> None:
@@ -179,28 +201,53 @@ class KvEventReader:
         Events of a type that is not known are left out.
         """
         try:
-            batch = _BATCHES.decode(payload)
-            events = [event for raw in batch.events for event in self._event(raw)]
+            ts, decoded = self._decode(payload)
+            return KvBatch(seq, ts, self._events(decoded))
         except UNREADABLE as error:
             raise KvEventFormatError(f"message {seq}: {error}") from None
-        return KvBatch(seq, batch.ts, events)
 
-    def _event(self, raw: msgspec.Raw) -> Iterable[KvEvent]:
+    def _events(self, decoded: Iterable[_Stored | _Removed | _Cleared]) -> list[KvEvent]:
+        events: list[KvEvent] = []
+        removed: list[int] = []
+        for event in decoded:
+            if isinstance(event, _Stored):
+                events.extend(self._stored(event))
+            elif isinstance(event, _Cleared):
+                events.append(GpuCleared())
+            elif self._follows(event.group_idx):
+                tier = tier_of(event.medium, event.locality)
+                # vLLM reports each evicted block by itself: neighbours become one event.
+                if events and isinstance(last := events[-1], BlocksRemoved) and last.tier is tier:
+                    removed.extend(_keys(event))
+                else:
+                    removed = _keys(event)
+                    events.append(BlocksRemoved(tier, removed))
+        return events
+
+    def _decode(self, payload: bytes) -> tuple[float, Sequence[_Stored | _Removed | _Cleared]]:
+        """Decode a message: at once where all events are known, and one by one where not."""
+        for decoder in self._whole:
+            try:
+                batch = decoder.decode(payload)
+            except msgspec.ValidationError:
+                continue
+            if decoder is not self._whole[0]:
+                self._whole.reverse()
+            return batch.ts, batch.events
+        each = _BATCHES.decode(payload)
+        events = (self._decode_event(raw) for raw in each.events)
+        return each.ts, [event for event in events if event is not None]
+
+    def _decode_event(self, raw: msgspec.Raw) -> _Stored | _Removed | _Cleared | None:
+        """Decode an event; return None for a type that is not known."""
         decoder: msgspec.msgpack.Decoder[_Stored | _Removed | _Cleared]
         decoder = _ARRAYS if _is_array(raw) else _MAPS
         try:
-            event = decoder.decode(raw)
+            return decoder.decode(raw)
         except msgspec.ValidationError:
             if _type_of(raw) in ("BlockStored", "BlockRemoved", "AllBlocksCleared"):
                 raise
-            return
-        match event:
-            case _Cleared():
-                yield GpuCleared()
-            case _Removed() if self._follows(event.group_idx):
-                yield BlocksRemoved(tier_of(event.medium, event.locality), _keys(event))
-            case _Stored():
-                yield from self._stored(event)
+            return None
 
     def _stored(self, event: _Stored) -> Iterable[KvEvent]:
         rank, tier = _rank(event), tier_of(event.medium, event.locality)

@@ -123,6 +123,10 @@ _GAUGES: Final = {
     ),
     "table_entries": ("Entries in the router's bounded tables", ["table"]),
     "index_max_keys": ("Entries that the prefix index may have", []),
+    "kv_events_behind_seconds": (
+        "For how long the router has not caught up with its replicas' KV events; 0 if it has",
+        [],
+    ),
 }
 
 
@@ -182,13 +186,14 @@ class Metrics(Collector):
         *,
         dropped: Callable[[], dict[str, int]] = dict,
         inexact: Callable[[], Mapping[str, str | None]] = dict,
+        kv_behind_s: Callable[[], float] = float,
     ) -> None:
         """``sizes`` tells how many entries each bounded table holds, by its name; ``lmcache`` is
         read at each scrape: what was counted of LMCache's servers, by a word for each. So are
         ``refused``: requests by key and what they were refused for; ``reloads``: how often
         the configuration was read again, by what came of it; ``dropped``: records of
-        requests that could not be told, by where; and ``inexact``: for each model why its tokens
-        are not exact, or None.
+        requests that could not be told, by where; ``inexact``: for each model why its tokens are
+        not exact, or None; and ``kv_behind_s``: `KvReceiver.behind_s`.
         """
         self._fleet = fleet
         self._sizes = sizes
@@ -197,6 +202,7 @@ class Metrics(Collector):
         self._reloads = reloads
         self._dropped = dropped
         self._inexact = inexact
+        self._kv_behind_s = kv_behind_s
         registry = self._registry = CollectorRegistry()
         self._rendering = asyncio.Lock()
         self._counters = {
@@ -285,6 +291,7 @@ class Metrics(Collector):
         for model, why in self._inexact().items():
             show("tokens_exact", why is None, model)
         show("index_max_keys", self._fleet.index.max_keys)
+        show("kv_events_behind_seconds", self._kv_behind_s())
         evicted = CounterMetricFamily("warmroute_index_evicted_keys", _EVICTED)
         evicted.add_metric([], self._fleet.index.evicted)
         for table, count in self._sizes().items():

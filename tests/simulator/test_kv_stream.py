@@ -3,8 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 
-import zmq.asyncio
-
+from router.feeds.kv_receiver import KvReceiver
 from router.feeds.kv_subscriber import KvEndpoints, KvSubscriber
 from router.index.kv_events import (
     BlocksRemoved,
@@ -95,13 +94,13 @@ class Sink:
 async def test_who_comes_later_is_told_what_it_missed() -> None:
     stream = KvEventPublisher("127.0.0.1")
     stream.start()
-    context = zmq.asyncio.Context()
+    receiver = KvReceiver()
     sink = Sink(4)
     try:
         stream.publish(payload())
         stream.publish(payload())
         endpoints = KvEndpoints(stream.endpoint, stream.replay_endpoint)
-        subscriber = KvSubscriber(context, endpoints, KvEventReader(), sink, quiet_s=0.1)
+        subscriber = KvSubscriber(receiver, endpoints, KvEventReader(), sink, quiet_s=0.1)
         following = asyncio.create_task(subscriber.run())
         stream.publish(payload())
         stream.publish(payload())
@@ -112,5 +111,5 @@ async def test_who_comes_later_is_told_what_it_missed() -> None:
     finally:
         await stream.stop()
         await stream.stop()
-        context.destroy(linger=0)
+        await receiver.aclose()
     assert [each.seq for each in sink.batches] == [0, 1, 2, 3]

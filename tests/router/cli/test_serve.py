@@ -200,12 +200,17 @@ def test_it_opens_as_many_files_as_it_may_and_says_if_that_is_few() -> None:
 _TELLS_OBJECTS = """
 import atexit, gc, sys
 from router.cli.commands import main
-atexit.register(lambda: print(len(gc.get_objects()), gc.get_freeze_count(), file=sys.stderr))
+
+def tell():
+    counts = len(gc.get_objects()), gc.get_freeze_count()
+    print(*counts, sys.getswitchinterval(), file=sys.stderr)
+
+atexit.register(tell)
 main()
 """
 
 
-def test_the_garbage_collector_looks_at_no_module() -> None:
+def test_neither_garbage_collection_nor_threads_hold_requests_up() -> None:
     argv = [sys.executable, "-c", _TELLS_OBJECTS, "serve", "--replica", "http://127.0.0.1:1"]
     with subprocess.Popen([*argv, "--port", "0"], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -213,8 +218,9 @@ def test_the_garbage_collector_looks_at_no_module() -> None:
             if "OPENAI_BASE_URL=" in line:
                 break
         process.send_signal(signal.SIGTERM)
-        collected, kept = map(int, process.stderr.read().splitlines()[-1].split())
+        collected, kept, switch_s = map(float, process.stderr.read().splitlines()[-1].split())
     assert collected < kept / 10, "a full collection halts all requests"
+    assert switch_s <= 0.001, "each turn of the loop waits for as long while metrics are rendered"
 
 
 def test_a_client_writes_no_lines_into_the_log() -> None:

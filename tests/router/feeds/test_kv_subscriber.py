@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import zmq.asyncio
 
+from router.feeds.kv_receiver import KvReceiver
 from router.feeds.kv_subscriber import KvEndpoints, KvSubscriber
 from router.index.kv_events import BlocksStored, KvBatch, KvEventFormatError, KvEventReader
 from tests.router.feeds.kv_publisher import KvPublisher, payload, publisher, stored
@@ -50,14 +51,21 @@ def context() -> Iterator[zmq.asyncio.Context]:
     made.destroy(linger=0)
 
 
+@pytest.fixture
+async def receiver() -> AsyncIterator[KvReceiver]:
+    async with contextlib.aclosing(KvReceiver()) as made:
+        yield made
+
+
 @contextlib.asynccontextmanager
 async def following(
-    context: zmq.asyncio.Context, source: KvPublisher, *, replay: bool = True, quiet_s: float = 60.0
+    source: KvPublisher, *, replay: bool = True, quiet_s: float = 60.0
 ) -> AsyncIterator[tuple[Recorder, "asyncio.Task[None]"]]:
     sink = Recorder()
     endpoints = KvEndpoints(source.endpoint, source.replay_endpoint if replay else None)
+    receiver = KvReceiver()
     subscriber = KvSubscriber(
-        context, endpoints, KvEventReader(), sink, replay_timeout_s=0.5, quiet_s=quiet_s
+        receiver, endpoints, KvEventReader(), sink, replay_timeout_s=0.5, quiet_s=quiet_s
     )
     task = asyncio.create_task(subscriber.run())
     try:
@@ -65,13 +73,14 @@ async def following(
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        await receiver.aclose()
 
 
 async def test_what_was_published_before_is_replayed(context: zmq.asyncio.Context) -> None:
     async with publisher(context) as source:
         await source.publish(stored([1]))
         await source.publish(stored([2]))
-        async with following(context, source) as (sink, _):
+        async with following(source) as (sink, _):
             await sink.until(lambda heard: "following" in heard)
             await source.publish(stored([3]))
             await sink.until(lambda heard: 3 in heard)
@@ -79,7 +88,7 @@ async def test_what_was_published_before_is_replayed(context: zmq.asyncio.Contex
 
 
 async def test_a_gap_is_repaired_in_order(context: zmq.asyncio.Context) -> None:
-    async with publisher(context) as source, following(context, source) as (sink, _):
+    async with publisher(context) as source, following(source) as (sink, _):
         await source.subscribed()
         await sink.until(lambda heard: "following" in heard)
         await source.publish(stored([1]))
@@ -97,7 +106,7 @@ async def test_a_lost_last_message_is_found_when_it_stays_quiet(
 ) -> None:
     async with (
         publisher(context) as source,
-        following(context, source, quiet_s=0.05) as (sink, _),
+        following(source, quiet_s=0.05) as (sink, _),
     ):
         await sink.until(lambda heard: "following" in heard)
         await source.publish(stored([1]), lost=True)
@@ -106,7 +115,7 @@ async def test_a_lost_last_message_is_found_when_it_stays_quiet(
 
 async def test_what_cannot_be_had_again_is_forgotten(context: zmq.asyncio.Context) -> None:
     """The publisher keeps one message only: two lost ones are lost for good."""
-    async with publisher(context, kept=1) as source, following(context, source) as (sink, _):
+    async with publisher(context, kept=1) as source, following(source) as (sink, _):
         await source.subscribed()
         await sink.until(lambda heard: "following" in heard)
         await source.publish(stored([1]))
@@ -123,7 +132,7 @@ async def test_without_an_answer_to_the_replay_a_gap_is_forgotten(
     context: zmq.asyncio.Context, has_replay: bool
 ) -> None:
     async with publisher(context) as source:
-        async with following(context, source, replay=has_replay) as (sink, _):
+        async with following(source, replay=has_replay) as (sink, _):
             await source.subscribed()
             await sink.until(lambda heard: "following" in heard)
             source.answers_replays = False
@@ -140,7 +149,7 @@ async def test_a_subscriber_that_comes_late_takes_what_is_left(
     async with publisher(context, kept=2) as source:
         for number in range(5):
             await source.publish(stored([number]))
-        async with following(context, source) as (sink, _):
+        async with following(source) as (sink, _):
             await sink.until(lambda heard: "following" in heard)
             assert sink.heard == [3, 4, "following"]
 
@@ -161,17 +170,17 @@ async def test_what_a_publisher_drops_of_a_long_replay_is_asked_for_again(
         for number in range(2500):
             await source.publish(stored([number]), lost=True)
         source.drops_replayed = lambda at: source.replays[-1] < 2000 and drops(at)
-        async with following(context, source) as (sink, _):
+        async with following(source) as (sink, _):
             await sink.until(lambda heard: "following" in heard)
         assert sink.heard == [*range(2500), "following", "forget"]
         assert source.replays == [0, 1000, 2000]
 
 
 async def test_few_messages_of_a_replay_are_kept_while_others_are_applied(
-    context: zmq.asyncio.Context,
+    context: zmq.asyncio.Context, receiver: KvReceiver
 ) -> None:
     """Inside one process ZMQ sends no more than both sides keep: one here, and the feed's 100."""
-    answering = context.socket(zmq.ROUTER)
+    answering = receiver.context.socket(zmq.ROUTER)
     answering.setsockopt(zmq.LINGER, 0)
     answering.setsockopt(zmq.SNDHWM, 1)
     answering.setsockopt(zmq.ROUTER_MANDATORY, 1)  # to say that there is no room, not drop it
@@ -179,7 +188,7 @@ async def test_few_messages_of_a_replay_are_kept_while_others_are_applied(
     sink = Recorder()
     async with publisher(context) as source:
         endpoints = KvEndpoints(source.endpoint, "inproc://replay")
-        subscriber = KvSubscriber(context, endpoints, KvEventReader(), sink)
+        subscriber = KvSubscriber(receiver, endpoints, KvEventReader(), sink)
         task = asyncio.create_task(subscriber.run())
         try:
             client, _, start = await answering.recv_multipart()
@@ -204,7 +213,7 @@ def _sent(answering: zmq.asyncio.Socket, client: bytes) -> int:
 
 
 async def test_numbers_that_begin_anew_mean_a_restart(context: zmq.asyncio.Context) -> None:
-    async with publisher(context) as source, following(context, source) as (sink, _):
+    async with publisher(context) as source, following(source) as (sink, _):
         await source.subscribed()
         await sink.until(lambda heard: "following" in heard)
         await source.publish(stored([1]))
@@ -216,7 +225,7 @@ async def test_numbers_that_begin_anew_mean_a_restart(context: zmq.asyncio.Conte
 
 
 async def test_a_message_seen_before_is_not_taken_twice(context: zmq.asyncio.Context) -> None:
-    async with publisher(context) as source, following(context, source) as (sink, _):
+    async with publisher(context) as source, following(source) as (sink, _):
         await source.subscribed()
         await sink.until(lambda heard: "following" in heard)
         await source.publish(stored([1]))
@@ -232,7 +241,7 @@ async def test_a_lost_connection_ends_it_and_all_is_forgotten(
     async with contextlib.AsyncExitStack() as stack:
         source = await stack.enter_async_context(publisher(context))
         await source.publish(stored([1]))
-        sink, task = await stack.enter_async_context(following(context, source))
+        sink, task = await stack.enter_async_context(following(source))
         await sink.until(lambda heard: "following" in heard)
         await source.close()
         async with asyncio.timeout(20):
@@ -241,7 +250,7 @@ async def test_a_lost_connection_ends_it_and_all_is_forgotten(
 
 
 async def test_what_is_not_vllms_ends_it_with_the_reason(context: zmq.asyncio.Context) -> None:
-    async with publisher(context) as source, following(context, source) as (sink, task):
+    async with publisher(context) as source, following(source) as (sink, task):
         await source.subscribed()
         await sink.until(lambda heard: "following" in heard)
         await source.send_raw(0, b"\xc1")
@@ -253,7 +262,7 @@ async def test_what_is_not_vllms_ends_it_with_the_reason(context: zmq.asyncio.Co
 
 @pytest.mark.parametrize("number", [b"", b"\x00" * 7, b"\x01" + b"\x00" * 19, b"\xff" * 8])
 async def test_a_number_that_is_none_ends_it(context: zmq.asyncio.Context, number: bytes) -> None:
-    async with publisher(context) as source, following(context, source) as (sink, task):
+    async with publisher(context) as source, following(source) as (sink, task):
         await source.subscribed()
         await sink.until(lambda heard: "following" in heard)
         await source.send_frames(b"", number, payload(1.0, stored([1])))
@@ -269,21 +278,19 @@ async def test_a_replay_that_is_none_ends_it(
 ) -> None:
     async with publisher(context) as source:
         source.replays_raw = frames
-        async with following(context, source) as (_, task):
+        async with following(source) as (_, task):
             with pytest.raises(KvEventFormatError):
                 async with asyncio.timeout(20):
                     await task
 
 
 @pytest.mark.vllm
-async def test_vllms_own_publisher_is_followed(
-    context: zmq.asyncio.Context, tmp_path: Path
-) -> None:
+async def test_vllms_own_publisher_is_followed(receiver: KvReceiver, tmp_path: Path) -> None:
     with vllms_own(tmp_path) as (publish, _, endpoints):
         publish(1)
         publish(2)
         sink = Recorder()
-        subscriber = KvSubscriber(context, endpoints, KvEventReader(), sink, quiet_s=0.5)
+        subscriber = KvSubscriber(receiver, endpoints, KvEventReader(), sink, quiet_s=0.5)
         task = asyncio.create_task(subscriber.run())
         await sink.until(lambda heard: "following" in heard and 2 in heard)
         publish(3)
@@ -295,14 +302,14 @@ async def test_vllms_own_publisher_is_followed(
 
 @pytest.mark.vllm
 async def test_of_vllms_own_publisher_a_long_replay_comes_whole(
-    context: zmq.asyncio.Context, tmp_path: Path
+    receiver: KvReceiver, tmp_path: Path
 ) -> None:
     with vllms_own(tmp_path) as (publish, published, endpoints):
         for key in range(8000):
             publish(key)
         await published()
         sink = Recorder()
-        subscriber = KvSubscriber(context, endpoints, KvEventReader(), sink)
+        subscriber = KvSubscriber(receiver, endpoints, KvEventReader(), sink)
         task = asyncio.create_task(subscriber.run())
         await sink.until(lambda heard: "following" in heard)
         assert sink.heard == [*range(8000), "following"]

@@ -1,6 +1,7 @@
 """Large inputs are applied in pieces, with the event loop free between them."""
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -9,6 +10,7 @@ import pytest
 import zmq.asyncio
 
 from router.config.settings import ReplicaConfig, RouterConfig
+from router.feeds.kv_receiver import KvReceiver
 from router.feeds.kv_subscriber import KvEndpoints, KvSubscriber
 from router.fleet.fleet import Fleet
 from router.index.kv_events import KvBatch, KvEventReader
@@ -98,9 +100,9 @@ async def test_messages_that_wait_are_taken_a_few_at_a_time() -> None:
             turns[0] += 1
             await asyncio.sleep(0)
 
-    async with publisher(context) as source:
+    async with contextlib.aclosing(KvReceiver()) as receiver, publisher(context) as source:
         endpoints = KvEndpoints(source.endpoint, source.replay_endpoint)
-        subscriber = KvSubscriber(context, endpoints, KvEventReader(), Sink())
+        subscriber = KvSubscriber(receiver, endpoints, KvEventReader(), Sink())
         tasks = [asyncio.create_task(subscriber.run()), asyncio.create_task(count())]
         await source.subscribed()
         keys = [2**63 + key for key in range(1_000)]

@@ -13,9 +13,10 @@ from aiohttp import web
 
 from router.config.settings import ReplicaConfig, RouterConfig
 from router.feeds.feeds import Feeds, KvFeed, poll_gap_s
+from router.feeds.kv_receiver import KvReceiver
 from router.feeds.kv_subscriber import KvEndpoints
 from router.fleet.fleet import Fleet
-from router.index.kv_events import KvBatch
+from router.index.kv_events import BlocksStored, KvBatch
 from router.index.prompt_keys import KvTier, keys64
 from tests.router.agent_server import AgentServer, serving, until
 from tests.router.feeds.helpers import feeding
@@ -210,6 +211,22 @@ async def test_a_replica_that_joined_in_another_s_place_is_followed(
             await feeds.stop()
 
 
+async def test_late_events_of_a_replica_that_left_do_not_count_for_its_successor() -> None:
+    config = ReplicaConfig(url="http://127.0.0.1:1", kv_events="tcp://127.0.0.1:1")
+    fleet = Fleet(RouterConfig(replicas=(config,)))
+    old = next(iter(fleet.replicas.values()))
+    async with (
+        aiohttp.ClientSession() as session,
+        contextlib.aclosing(KvReceiver()) as receiver,
+    ):
+        feed = KvFeed(fleet, old, session, receiver)
+        fleet.remove(old.id)
+        new = fleet.add(config)
+        assert new.id == old.id
+        feed.apply(KvBatch(0, 1.0, [BlocksStored(KvTier.GPU, BLOCKS)]))
+        assert not fleet.index.held(new.slot)
+
+
 async def test_a_gpu_cache_that_is_reset_leaves_what_the_cpu_holds(
     context: zmq.asyncio.Context,
 ) -> None:
@@ -337,14 +354,15 @@ async def test_a_publisher_that_is_not_there_is_a_fault_and_one_line(
 
 
 @pytest.mark.parametrize("replays", [True, False])
-async def test_a_long_replay_is_not_taken_for_silence(
-    context: zmq.asyncio.Context, replays: bool
-) -> None:
+async def test_a_long_replay_is_not_taken_for_silence(replays: bool) -> None:
     """Its first messages have come, and its end has not."""
     fleet = Fleet(RouterConfig(replicas=(ReplicaConfig(url="http://127.0.0.1:1"),)))
     (replica,) = fleet.replicas.values()
-    async with aiohttp.ClientSession() as session:
-        feed = KvFeed(fleet, replica, session, context)
+    async with (
+        aiohttp.ClientSession() as session,
+        contextlib.aclosing(KvReceiver()) as receiver,
+    ):
+        feed = KvFeed(fleet, replica, session, receiver)
         if replays:
             feed.apply(KvBatch(0, 0.0, []))
         feed._note_absent(KvEndpoints("tcp://127.0.0.1:1"))

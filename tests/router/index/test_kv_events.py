@@ -91,6 +91,23 @@ def test_events_of_unknown_types_are_left_out() -> None:
     assert KvEventReader().read(0, body).events == [BlocksRemoved(KvTier.GPU, [1])]
 
 
+def test_evicted_blocks_that_follow_each_other_in_a_tier_are_one_event() -> None:
+    """vLLM reports each by itself."""
+    body = payload(
+        0.0,
+        *(removed([1]), removed([2, 3]), removed([4], group_idx=1), removed([5], medium="CPU")),
+        *(removed([6], medium="CPU"), stored([7]), removed([8]), {"type": "Other"}, removed([9])),
+    )
+    reader = KvEventReader()
+    reader.read(0, payload(0.0, stored([1])))
+    assert reader.read(1, body).events == [
+        BlocksRemoved(KvTier.GPU, [1, 2, 3]),
+        BlocksRemoved(KvTier.CPU, [5, 6]),
+        BlocksStored(KvTier.GPU, [7]),
+        BlocksRemoved(KvTier.GPU, [8, 9]),
+    ]
+
+
 @pytest.mark.parametrize(
     "body",
     [

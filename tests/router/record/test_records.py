@@ -113,7 +113,7 @@ async def test_every_end_is_counted() -> None:
     fleet.index.max_keys = 3
     fleet.index.add(0, KvTier.GPU, range(5))
     fleet.replicas["one"].waiting, fleet.replicas["one"].decoding = 2, 1
-    metrics = Metrics(fleet, lambda: {"index": 7})
+    metrics = Metrics(fleet, lambda: {"index": 7}, kv_behind_s=lambda: 1.5)
     metrics.observe(
         ended(
             outcome=Outcome.OK,
@@ -152,6 +152,7 @@ async def test_every_end_is_counted() -> None:
         'warmroute_in_flight{replica="one"} 3.0',
         'warmroute_table_entries{table="index"} 7.0',
         "warmroute_index_max_keys 3.0",
+        "warmroute_kv_events_behind_seconds 1.5",
         "warmroute_index_evicted_keys_total 2.0",
         'warmroute_requests_total{endpoint="/v1/completions",outcome="refused",replica="none",'
         'status="400"} 1.0',
