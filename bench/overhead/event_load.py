@@ -6,7 +6,7 @@ A second process publishes for all replicas: each message is what a vLLM publish
 stores three blocks and evicts three. This process follows them with `router.feeds.feeds.Feeds`, on
 the event loop that the router uses. Each phase does one part more than the one before it (`PARTS`),
 so differences between phases are what the parts cost. ``bare`` is the least that pyzmq costs: its
-sockets are emptied every 10 ms, with no event loop.
+sockets that have something are emptied every 10 ms, with no event loop.
 
 CPU time is that of the thread of the event loop, and of the other threads (ZMQ's) by themselves.
 Rates and delays by the clock count only on a machine that has nothing else to do: ``starved_share``
@@ -17,7 +17,9 @@ there for others' work.
 
 import argparse
 import asyncio
+import gc
 import multiprocessing
+import select
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -285,22 +287,24 @@ class _CpuTime:
 
 def _measure_bare(endpoints: Sequence[str], seconds: int) -> Phase:
     phase = Phase(name="bare")
-    with zmq.Context() as context:
+    with zmq.Context() as context, select.epoll() as epoll:
         context.set(zmq.MAX_SOCKETS, context.get(zmq.SOCKET_LIMIT))
         sockets = [context.socket(zmq.SUB) for _ in endpoints]
         for each, endpoint in zip(sockets, endpoints, strict=True):
             each.subscribe(b"")
             each.setsockopt(zmq.LINGER, 0)
             each.connect(endpoint)
+            epoll.register(each.FD, select.EPOLLIN)
+        by_descriptor = {each.FD: each for each in sockets}
         end_s = time.monotonic() + _SETTLE_S
         used = None
         while time.monotonic() < end_s or used is None:
             if used is None and time.monotonic() >= end_s:
                 used, end_s, phase.messages = _CpuTime(), end_s + seconds, 0
-            for each in sockets:
+            for descriptor, _ in epoll.poll(0):
                 with suppress(zmq.Again):
                     while True:
-                        each.recv_multipart(zmq.NOBLOCK)
+                        by_descriptor[descriptor].recv_multipart(zmq.NOBLOCK)
                         phase.messages += 1
             time.sleep(_TICK_S)
         used.note(phase)
@@ -319,6 +323,8 @@ async def _measure_followed(
     follows = name != "requests alone"
     turns_cpu_s: list[float] = []
     delays_s: list[float] = []
+    gc.collect()
+    gc.freeze()  # as the router does at its start
     with patch.object(feeds, "KvEventReader", reader):
         async with _fed(fleet) if follows else _unfed():
             if follows:
@@ -437,6 +443,8 @@ async def measure_scrapes(replicas: int) -> dict[str, object]:
         record.replica_id, record.first_byte_s, record.outcome = name, 1.0, Outcome.OK
         record.status, record.prompt_tokens = 200, 1000
         metrics.observe(record)
+    gc.collect()
+    gc.freeze()
     cpu_s: dict[str, list[float]] = {"idle": [], "scraped": []}
     turns_s: dict[str, list[float]] = {"idle": [], "scraped": []}
     scrape_s, size_bytes = [], 0
