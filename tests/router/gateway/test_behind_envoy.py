@@ -584,7 +584,7 @@ async def test_a_request_that_breaks_replicas_reaches_two_and_opens_no_breaker(
         for each in upstreams:
             each.seen.clear()
         async with client.post(picker.url + CHAT, json=chat()) as answer:
-            assert answer.status == 503
+            assert answer.status in (500, 503)  # 500: Envoy lets no body by that is streamed
         assert sum(len(each.seen) for each in upstreams) <= 2
 
 

@@ -141,6 +141,36 @@ async def test_a_replica_that_leaves_answers_what_it_has(
     assert replica.in_flight == 0
 
 
+async def test_what_is_held_for_a_replica_that_leaves_goes_to_the_one_that_joined(
+    reloading: Reloading, client: aiohttp.ClientSession, eventually: Wait
+) -> None:
+    """It waits for no replica that is gone."""
+    one, two = await reloading.upstream(), await reloading.upstream()
+    gate = asyncio.Event()
+    one.will(stream(*chat_events("a"), gates=(gate,)))
+    slow = {
+        "policy": "ttft",
+        "rates": {"prefill_tokens_per_s": 0.1},
+        "admission": {"max_wait_s": 360_000},
+    }
+    reloading.write([one], **slow)
+    running = await reloading.router()
+    first = asyncio.create_task(ask(client, running))
+    await one.arrived.wait()
+    other = CHAT | {"messages": [{"role": "user", "content": "something else " * 10}]}
+    held = asyncio.create_task(client.post(f"{running.url}/v1/chat/completions", json=other))
+    await eventually(lambda: len(running.parts.admission) == 1)
+    reloading.write([two], **slow)
+    await reload(running)
+    async with await held as response:
+        assert response.status == 200
+    assert len(two.seen) == 1
+    gate.set()
+    assert await first == 200
+    await eventually(lambda: named(running) == {"r1"})
+    assert (running.in_flight(), len(running.parts.admission)) == (0, 0)
+
+
 async def test_one_that_drains_too_long_is_forgotten_and_its_requests_go_on(
     reloading: Reloading, client: aiohttp.ClientSession, eventually: Wait
 ) -> None:

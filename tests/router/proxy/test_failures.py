@@ -266,12 +266,14 @@ async def test_a_cut_stays_the_replicas_fault_where_the_client_does_not_hear_of_
 # --- clients that go away
 
 
-async def leave(router: Running, *, after: bytes | asyncio.Event) -> None:
+async def leave(
+    router: Running, path: bytes = b"/v1/chat/completions", *, after: bytes | asyncio.Event
+) -> None:
     """Send a request and close the connection once these bytes were read, or the event is set."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(router.url.rsplit(":")[-1]))
-    body = json.dumps(ASK).encode()
+    body = json.dumps(ASK | {"prompt": "x", "input": "x"}).encode()
     writer.write(
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
     )
     if isinstance(after, bytes):
@@ -281,20 +283,28 @@ async def leave(router: Running, *, after: bytes | asyncio.Event) -> None:
     writer.close()
 
 
-async def test_a_client_that_leaves_before_the_first_byte(fleet: Fleet) -> None:
+PATHS = [
+    *(b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/v1/messages"),
+    *(b"/v1/embeddings", b"/v1/score", b"/v1/audio/speech"),
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_client_that_leaves_before_the_first_byte(fleet: Fleet, path: bytes) -> None:
     fleet.one.will(stream(b"never", gates=(asyncio.Event(),)))
     router = await fleet.router()
-    await leave(router, after=fleet.one.arrived)
+    await leave(router, path, after=fleet.one.arrived)
     await fleet.one.aborted.wait()
     assert (await router.record()).outcome is Outcome.CLIENT_GONE
     assert router.in_flight() == 0
     assert not fleet.two.seen
 
 
-async def test_a_client_that_leaves_in_the_middle(fleet: Fleet) -> None:
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_client_that_leaves_in_the_middle(fleet: Fleet, path: bytes) -> None:
     fleet.one.will(stream(b"data: one\n\n", b"never", gates=(None, asyncio.Event())))
     router = await fleet.router()
-    await leave(router, after=b"data: one\n\n")
+    await leave(router, path, after=b"data: one\n\n")
     await fleet.one.aborted.wait()
     record = await router.record()
     assert (record.outcome, record.status, record.response_bytes) == (
