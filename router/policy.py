@@ -25,6 +25,7 @@ from router.config.settings import RouterConfig
 from router.prompt.long_strings import LongStrings
 from router.prompt.request_body import (
     LARGE_BODY_BYTES,
+    BodyBytes,
     parsed_bytes,
     prompt_fields,
     short_members,
@@ -34,7 +35,6 @@ from router.prompt.request_body import (
 from warmroute_common.addresses import is_loopback
 from warmroute_common.api_errors import BadRequestError, NotFoundError, NotSupportedError
 from warmroute_common.config_reader import ConfigLocation
-from warmroute_common.http_server import Body
 
 PROMPTED: Final = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/messages"}
@@ -111,7 +111,7 @@ class ParsedRequest:
     """A client's request, as far as routing needs it."""
 
     endpoint: str
-    body: Body
+    body: BodyBytes
     """The body for the replica: the client's, with an alias of a model replaced."""
     fields: dict[str, Any] = field(repr=False)
     """Those of the body that routing needs; cleared when the prompt has been read."""
@@ -212,7 +212,7 @@ class Policy:
         method: str,
         path: str,
         headers: Mapping[str, str],
-        body: Body,
+        body: BodyBytes,
         *,
         salt_key: bytes | None = None,
     ) -> ParsedRequest:
@@ -334,7 +334,7 @@ def _matches(path: str, patterns: Collection[str]) -> bool:
 def _prompted(
     path: str,
     headers: Mapping[str, str],
-    body: Body,
+    body: BodyBytes,
     session: str | None,
     aliases: Mapping[str, str],
     *,
@@ -389,8 +389,8 @@ def _own_salt(salt_key: bytes, given: str | None) -> str:
 
 
 def _model_of(
-    content_type: str, body: Body, aliases: Mapping[str, str], salt_key: bytes | None
-) -> tuple[Mapping[str, object], str | None, Body]:
+    content_type: str, body: BodyBytes, aliases: Mapping[str, str], salt_key: bytes | None
+) -> tuple[Mapping[str, object], str | None, BodyBytes]:
     """Return a body's short JSON fields, its model, and the body with alias and salt replaced."""
     if _is_multipart(content_type):
         model, body = _form_model(content_type, body, aliases)
@@ -434,8 +434,8 @@ def _named_ids(fields: Mapping[str, Any]) -> list[str]:
 
 
 def _form_model(
-    content_type: str, body: Body, aliases: Mapping[str, str]
-) -> tuple[str | None, Body]:
+    content_type: str, body: BodyBytes, aliases: Mapping[str, str]
+) -> tuple[str | None, BodyBytes]:
     """Return the form's field ``model``, and the form with its alias replaced.
 
     No model is found in a form that the replica might read in another way. Raises
@@ -465,7 +465,7 @@ def _form_model(
     return real or model, body
 
 
-def _form_parts(content_type: str, body: Body) -> list[tuple[int, int]]:
+def _form_parts(content_type: str, body: BodyBytes) -> list[tuple[int, int]]:
     """Return where each part of a form begins and ends; none if anything about it is unusual."""
     known = _FORM_TYPE.fullmatch(content_type)
     parameters = None if known is None else _parameters(known[1])
@@ -489,7 +489,7 @@ def _form_parts(content_type: str, body: Body) -> list[tuple[int, int]]:
     return []
 
 
-def _field_name(head: Body) -> str | None:
+def _field_name(head: BodyBytes) -> str | None:
     """Return the field's name in a part's headers; None if it could be read in two ways.
 
     A field ``model`` that is a file, or encoded, has no name either.

@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from ssl import SSLContext
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import orjson
 from aiohttp import hdrs, web
@@ -178,12 +178,8 @@ _EXPECTS_CONTINUE: Final = web.RequestKey("expects_continue", bool)
 _SHOWN_CHARS: Final = 100
 
 
-Body: TypeAlias = bytes | bytearray
-"""A body that was read; nobody changes it."""
-
-
-async def read_body(request: web.Request) -> Body:
-    """Return the body. It counts as held until `release_body`.
+async def read_body(request: web.Request) -> bytes | bytearray:
+    """Return the body, which nobody changes. It counts as held until `release_body`.
 
     Raises `TooLargeError` as soon as the size is known to exceed ``client_max_size``,
     `TooSlowError`, `OverloadedError`, and `BadRequestError` for a broken encoding.
@@ -248,7 +244,9 @@ async def _continue(request: web.Request) -> None:
         await request.writer.drain()
 
 
-async def _read(request: web.Request, bodies: Bodies, limit_bytes: int, wakes: "_Wakes") -> Body:
+async def _read(
+    request: web.Request, bodies: Bodies, limit_bytes: int, wakes: "_Wakes"
+) -> bytes | bytearray:
     first, body, size = b"", bytearray(), 0
     # request.read() would keep the body as long as the request.
     while chunk := await request.content.readany():

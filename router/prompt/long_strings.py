@@ -15,9 +15,8 @@ import msgspec
 import xxhash
 
 from router.prompt.media import FIELDS
-from router.prompt.request_body import joined
+from router.prompt.request_body import BodyBytes, joined
 from warmroute_common.api_errors import BadRequestError
-from warmroute_common.http_server import Body
 
 MAX_TEXT_BYTES: Final = 8 << 20
 """Long strings of one body that are decoded, besides media."""
@@ -37,7 +36,7 @@ _STRING: Final = msgspec.json.Decoder(str)
 class LongStrings:
     """The long strings of one body. ``rest`` is the body with a mark in the place of each."""
 
-    def __init__(self, body: Body) -> None:
+    def __init__(self, body: BodyBytes) -> None:
         """Find them; raise `BadRequestError` if the rest is too large."""
         self._body = memoryview(body)
         self._spans = list(_spans(body))
@@ -67,7 +66,7 @@ class LongStrings:
         """Whether a value in ``rest`` stands for a long string."""
         return isinstance(value, str) and value.startswith(self._mark)
 
-    def put_back(self, changed: Body) -> Body:
+    def put_back(self, changed: BodyBytes) -> BodyBytes:
         """Return ``rest``, whose other members were changed, with the strings as they were sent."""
         mark = self._mark.encode()
         parts: list[bytes | memoryview] = []
@@ -113,7 +112,7 @@ class LongStrings:
         return next(_decoded(raw, _HEAD_BYTES)) + xxhash.xxh3_128_hexdigest(raw)
 
 
-def _spans(body: Body) -> Iterator[tuple[int, int]]:
+def _spans(body: BodyBytes) -> Iterator[tuple[int, int]]:
     """Yield where the insides of long strings begin and end."""
     is_escaped = in_string = is_long = False
     start = 0

@@ -9,14 +9,15 @@ their own: images travel in chats.
 import asyncio
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import UNSET
 
 from warmroute_common.api_errors import BadRequestError
-from warmroute_common.http_server import Body
 
+BodyBytes: TypeAlias = bytes | bytearray
+"""A request's body; nobody changes it."""
 LARGE_BODY_BYTES: Final = 256 * 1024
 """A larger body is parsed, rendered and assembled in a thread."""
 MAX_VALUES: Final = 1_100_000
@@ -103,7 +104,7 @@ async def off_loop(
     return work(*given, **named)
 
 
-def prompt_fields(body: Body) -> dict[str, Any]:
+def prompt_fields(body: BodyBytes) -> dict[str, Any]:
     """Return the fields of a JSON object that routing needs; raise `BadRequestError`."""
     if not body:
         raise BadRequestError("the body is empty; send a JSON object", code="invalid_json")
@@ -115,7 +116,7 @@ def prompt_fields(body: Body) -> dict[str, Any]:
     }
 
 
-def short_members(body: Body) -> dict[str, str | bool]:
+def short_members(body: BodyBytes) -> dict[str, str | bool]:
     """Return the members of a JSON object that are true or short strings, and nothing of others.
 
     The body is the replica's to check: what cannot be read has no members.
@@ -131,7 +132,7 @@ def short_members(body: Body) -> dict[str, str | bool]:
     return found
 
 
-def with_members(body: Body, changed: Mapping[str, str]) -> bytes:
+def with_members(body: BodyBytes, changed: Mapping[str, str]) -> bytes:
     """Return the body, a JSON object, with other members; the rest stays as written.
 
     Raises `BadRequestError` if it is not one.
@@ -141,7 +142,7 @@ def with_members(body: Body, changed: Mapping[str, str]) -> bytes:
     return msgspec.json.encode(members)
 
 
-def with_new_member(body: Body, name: str, value: str) -> Body:
+def with_new_member(body: BodyBytes, name: str, value: str) -> BodyBytes:
     """Return the body, a JSON object without this member, with it; the rest stays as written."""
     opening = _OPENING.match(body)
     assert opening is not None, "the body has been read"
@@ -150,7 +151,7 @@ def with_new_member(body: Body, name: str, value: str) -> Body:
     return joined([b"{", msgspec.json.encode({name: value})[1:-1], comma, rest])
 
 
-def joined(parts: Sequence[bytes | memoryview]) -> Body:
+def joined(parts: Sequence[bytes | memoryview]) -> BodyBytes:
     """Return parts of a body as one. No call copies much of a large one."""
     if sum(map(len, parts)) <= LARGE_BODY_BYTES:
         return b"".join(parts)
@@ -161,7 +162,7 @@ def joined(parts: Sequence[bytes | memoryview]) -> Body:
     return whole
 
 
-def parsed_bytes(body: Body) -> int:
+def parsed_bytes(body: BodyBytes) -> int:
     """Return about how much memory the values of a JSON body take.
 
     Raises `BadRequestError` above the limits. Takes up to a second for a hostile body.
@@ -178,7 +179,7 @@ def parsed_bytes(body: Body) -> int:
     return len(body) + values * _VALUE_BYTES + members * _MEMBER_BYTES
 
 
-def _counts(parts: Iterable[Body]) -> tuple[int, int]:
+def _counts(parts: Iterable[BodyBytes]) -> tuple[int, int]:
     """Return how many values and members parts of a body have, until both are clearly too many."""
     values = members = 0
     for part in parts:
@@ -191,9 +192,9 @@ def _counts(parts: Iterable[Body]) -> tuple[int, int]:
     return values + members, members
 
 
-def _outside_strings(body: Body) -> Iterator[bytes]:
+def _outside_strings(body: BodyBytes) -> Iterator[bytes]:
     """Yield what stands between the strings of a body."""
-    gaps: list[Body] = []
+    gaps: list[BodyBytes] = []
     at = quotes = 0
     while (start := body.find(b'"', at)) >= 0:
         gaps.append(body[at:start])
@@ -221,7 +222,7 @@ def _too_many(what: str) -> BadRequestError:
     return BadRequestError(f"the body has more than {what}", code="too_many_values")
 
 
-def _decoded(body: Body, decoder: msgspec.json.Decoder[Any]) -> Any:
+def _decoded(body: BodyBytes, decoder: msgspec.json.Decoder[Any]) -> Any:
     try:
         return decoder.decode(body)
     except RecursionError:

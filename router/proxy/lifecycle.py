@@ -23,14 +23,13 @@ from router.index.prompt_keys import PromptKeyCache
 from router.policy import ParsedRequest, Plane, Policy
 from router.prompt.prompt import Prompt
 from router.prompt.prompt_reader import PromptSource
-from router.prompt.request_body import off_loop
+from router.prompt.request_body import BodyBytes, off_loop
 from router.proxy.relay import NO_USAGE, Usage
 from router.record.records import Cause, FailedTry, Outcome, RecordReader, RequestRecord
 from router.scheduling.admission import AdmissionController, Admitted
 from router.scheduling.request_scheduler import PlacementRequest, RequestScheduler
 from router.staging.stager import Stager, StagingResult
 from warmroute_common.api_errors import ApiError, BadRequestError, RateLimitedError
-from warmroute_common.http_server import Body
 
 log = logging.getLogger("warmroute.replicas")
 
@@ -200,7 +199,7 @@ class RequestLifecycle:
         method: str,
         path: str,
         headers: Mapping[str, str],
-        body: Body,
+        body: BodyBytes,
         *,
         salt_key: bytes | None = None,
     ) -> ParsedRequest:

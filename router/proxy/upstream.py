@@ -34,12 +34,12 @@ from yarl import URL
 from router.config.settings import TimeoutsConfig
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica, ReplicaState, Stall
+from router.prompt.request_body import BodyBytes
 from router.proxy.sse import StreamOpening
 from router.record.records import Cause
 from warmroute_common.admin_token import HEADER as ADMIN_HEADER
 from warmroute_common.config_reader import describe
 from warmroute_common.connection_errors import connection_problem, is_exhausted, is_unresolved
-from warmroute_common.http_server import Body
 
 _SWITCHING_PROTOCOLS: Final = 101
 RETRYABLE: Final = MappingProxyType(
@@ -216,7 +216,7 @@ class _SmallBody(_Body, aiohttp.BytesPayload):
 class _LargeBody(_Body):
     """Written piece by piece, without a copy."""
 
-    def __init__(self, body: Body) -> None:
+    def __init__(self, body: BodyBytes) -> None:
         super().__init__(memoryview(body))
         self._size = len(body)
 
@@ -230,7 +230,7 @@ class _LargeBody(_Body):
             await writer.write(self._value[at : at + _WRITTEN_BYTES])
 
 
-def _body(body: Body) -> _Body | None:
+def _body(body: BodyBytes) -> _Body | None:
     if not body:
         return None
     return _SmallBody(body) if len(body) <= _LARGE_BODY_BYTES else _LargeBody(body)
@@ -249,7 +249,7 @@ class Upstream:
         url: str,
         *,
         headers: Mapping[str, str],
-        body: Body,
+        body: BodyBytes,
         wait: Wait,
         client: KeepAlives,
         repeatable: bool = False,
@@ -302,7 +302,13 @@ class Upstream:
         return ReplicaAnswer(response, first, sent_s=sent_s, headers_s=headers_s)
 
     async def _request(
-        self, method: str, url: str, headers: Mapping[str, str], body: Body, *, repeatable: bool
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: BodyBytes,
+        *,
+        repeatable: bool,
     ) -> tuple[aiohttp.ClientResponse, _Body | None]:
         """Send a request; return its headers' response and its body as it was sent.
 
