@@ -65,9 +65,7 @@ class Sessions:
             _, former, spilled = _unpack(packed)
             if replica != former and spilled + 1 < self._spills_to_move:
                 home, spills = former, spilled + 1
-        self._homes[session] = _pack(now_s, home, spills)
-        self._owned.setdefault(_owner(session), {})[session] = None
-        self._at[home] += 1
+        self._put_last(session, home, spills, now_s)
         if len(self._homes) > self.max_sessions:
             self._evict(now_s)
 
@@ -79,8 +77,9 @@ class Sessions:
         if self.home(session, now_s) is None:
             self.note(session, replica, now_s)
         else:
-            _, home, spills = _unpack(self._homes.pop(session))
-            self._homes[session] = _pack(now_s, home, spills)
+            _, home, spills = _unpack(self._homes[session])
+            self._take_out(session)
+            self._put_last(session, home, spills, now_s)
 
     def forget(self, session: str) -> None:
         """Forget a session's home."""
@@ -104,6 +103,11 @@ class Sessions:
             name: [*each] for name, each in owned.items()
         }
         assert all(spills < self._spills_to_move for _, _, spills in homes)
+
+    def _put_last(self, session: str, home: int, spills: int, now_s: float) -> None:
+        self._homes[session] = _pack(now_s, home, spills)
+        self._owned.setdefault(_owner(session), {})[session] = None
+        self._at[home] += 1
 
     def _take_out(self, session: str) -> int | None:
         packed = self._homes.pop(session, None)

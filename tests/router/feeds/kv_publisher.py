@@ -52,6 +52,8 @@ class KvPublisher:
         self._router = context.socket(zmq.ROUTER)
         for socket in (self._pub, self._router):
             socket.setsockopt(zmq.LINGER, 0)
+        # Else a subscriber that comes before the former one's leave is noticed would not be told.
+        self._pub.setsockopt(zmq.XPUB_VERBOSE, 1)
         try:
             self._pub.bind(f"tcp://127.0.0.1:{port or '*'}")
             self._router.bind("tcp://127.0.0.1:*")
