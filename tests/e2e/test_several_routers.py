@@ -9,7 +9,7 @@ import aiohttp
 import orjson
 import pytest
 
-from router.config.settings import ReplicaConfig
+from router.config.settings import RatesConfig, ReplicaConfig
 from router.index.prompt_keys import KvTier
 from router.policy import Plane
 from simulator.openai_prompts import text_of
@@ -58,6 +58,8 @@ async def test_they_agree_on_every_turn_of_every_session(
     gateway: Gateway, replicas: Replicas, client: aiohttp.ClientSession
 ) -> None:
     shared: dict[str, Any] = {"replicas": replicas, "policy": "ttft", "shares_replicas": True}
+    # A busy machine slows the replicas: one that is not measured yet must not look faster.
+    shared["rates"] = RatesConfig(prefill_tokens_per_s=500.0)
     doors: list[Running] = [
         *[
             await run_router(gateway.stack, gateway.config(**shared, picker=None, port=0))

@@ -1,6 +1,7 @@
 """Tokenizers that agents send: kept, verified, bounded; used where ours is missing or another."""
 
 import hashlib
+import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -75,6 +76,8 @@ async def test_the_least_recently_used_go_when_there_is_no_room(tmp_path: Path) 
     agents = [Agent({"tokenizer.json": bytes([at]) * 10}) for at in range(3)]
     first = await kept.fetch(agents[0], await agents[0].tokenizer())
     second = await kept.fetch(agents[1], await agents[1].tokenizer())
+    for at_s, each in enumerate((first, second)):
+        os.utime(each, (at_s, at_s))  # the file system's clock is too coarse to tell them apart
     await kept.fetch(agents[0], await agents[0].tokenizer())
     third = await kept.fetch(agents[2], await agents[2].tokenizer())
     assert {first, third} == {*first.parent.iterdir()}
