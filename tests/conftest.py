@@ -72,8 +72,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 _STACKS = Path(".pytest_cache/stacks")
-"""Where each process of a shared run (pytest-xdist) writes its stacks when it dies. Of a process
-that died, pytest-xdist tells the test and nothing else."""
+"""Where each process of a shared run (pytest-xdist) writes its stacks when it dies. pytest-xdist
+itself names the test that ran, and nothing else."""
 
 
 def pytest_configure() -> None:
@@ -96,14 +96,16 @@ def stacks_of_a_crash() -> Iterator[int | None]:
 
 
 @pytest.fixture(autouse=True)
-def stacks_of_a_hang(stacks_of_a_crash: int | None, pytestconfig: pytest.Config) -> Iterator[None]:
-    """Write them too before pytest-timeout ends the process."""
+def stacks_of_a_hang(
+    stacks_of_a_crash: int | None, request: pytest.FixtureRequest
+) -> Iterator[None]:
+    """Write them too before pytest-timeout ends the process, at the test's own limit."""
     if stacks_of_a_crash is None:
         yield
         return
-    faulthandler.dump_traceback_later(
-        float(pytestconfig.getini("timeout")) - 5.0, file=stacks_of_a_crash
-    )
+    own = request.node.get_closest_marker("timeout")
+    limit_s = float(request.config.getini("timeout") if own is None else own.args[0])
+    faulthandler.dump_traceback_later(limit_s - 5.0, file=stacks_of_a_crash)
     yield
     faulthandler.cancel_dump_traceback_later()
 
