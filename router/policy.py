@@ -24,7 +24,6 @@ import xxhash
 from router.config.settings import RouterConfig
 from router.prompt.long_strings import LongStrings
 from router.prompt.request_body import (
-    LARGE_BODY_BYTES,
     BodyBytes,
     parsed_bytes,
     prompt_fields,
@@ -340,13 +339,12 @@ def _prompted(
     *,
     salt_key: bytes | None,
 ) -> ParsedRequest:
-    long_strings = LongStrings(body) if len(body) > LARGE_BODY_BYTES else None
-    read = body if long_strings is None else long_strings.rest
+    long_strings = LongStrings(body)
+    read = long_strings.rest
     size_bytes = parsed_bytes(read)
     fields = prompt_fields(read)
-    if long_strings is not None:
-        long_strings.restore(fields)
-        size_bytes += long_strings.text_bytes
+    long_strings.restore(fields)
+    size_bytes += long_strings.text_bytes
     model = _text(fields, "model")
     changed: dict[str, str] = {}
     if model is not None and model in aliases:
@@ -362,16 +360,15 @@ def _prompted(
             read = with_new_member(read, "cache_salt", salt)
         fields["cache_salt"] = salt
     if changed:
-        read = with_members(read, changed)
-        body = read if long_strings is None else long_strings.put_back(read)
+        body = long_strings.put_back(with_members(read, changed))
     before = _text(fields, "previous_response_id") if path == "/v1/responses" else None
     return ParsedRequest(
         endpoint=path,
         body=body,
         fields=fields,
         parsed_bytes=size_bytes,
-        is_cut=long_strings is not None and long_strings.is_cut,
-        media_bytes=0 if long_strings is None else long_strings.media_bytes,
+        is_cut=long_strings.is_cut,
+        media_bytes=long_strings.media_bytes,
         model=model,
         streamed=fields.get("stream") is True,
         session=_session(fields, session),
@@ -398,12 +395,12 @@ def _model_of(
     # A form may be JSON as well, and name another model to a reader of forms.
     if _kind(content_type) == _URLENCODED or not _JSON_OBJECT.match(body):
         return {}, None, body
-    long_strings = LongStrings(body) if len(body) > LARGE_BODY_BYTES else None
-    read = body if long_strings is None else long_strings.rest
+    long_strings = LongStrings(body)
+    read = long_strings.rest
     parsed_bytes(read)
-    fields = short_members(read)
-    if long_strings is not None:
-        fields = {name: each for name, each in fields.items() if not long_strings.is_mark(each)}
+    fields = {
+        name: each for name, each in short_members(read).items() if not long_strings.is_mark(each)
+    }
     named = fields.get("model")
     model = named if isinstance(named, str) else None
     changed: dict[str, str] = {}
@@ -414,8 +411,7 @@ def _model_of(
         changed["cache_salt"] = _own_salt(salt_key, given if isinstance(given, str) else None)
     if changed:
         with suppress(BadRequestError):  # the replica refuses it
-            read = with_members(read, changed)
-            body = read if long_strings is None else long_strings.put_back(read)
+            body = long_strings.put_back(with_members(read, changed))
     return fields, model, body
 
 

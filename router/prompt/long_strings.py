@@ -15,7 +15,7 @@ import msgspec
 import xxhash
 
 from router.prompt.media import FIELDS
-from router.prompt.request_body import BodyBytes, joined
+from router.prompt.request_body import LARGE_BODY_BYTES, BodyBytes, joined
 from warmroute_common.api_errors import BadRequestError
 
 MAX_TEXT_BYTES: Final = 8 << 20
@@ -34,20 +34,26 @@ _STRING: Final = msgspec.json.Decoder(str)
 
 
 class LongStrings:
-    """The long strings of one body. ``rest`` is the body with a mark in the place of each."""
+    """The long strings of one body. ``rest`` is the body with a mark in the place of each.
+
+    A body of up to `LARGE_BODY_BYTES` has none: it is parsed in one call.
+    """
 
     def __init__(self, body: BodyBytes) -> None:
         """Find them; raise `BadRequestError` if the rest is too large."""
         self._body = memoryview(body)
-        self._spans = list(_spans(body))
+        self._spans = list(_spans(body)) if len(body) > LARGE_BODY_BYTES else []
         # Nobody can guess it, so no string of the client is taken for one.
-        self._mark = os.urandom(12).hex()
+        self._mark = os.urandom(12).hex() if self._spans else ""
         self.text_bytes = 0
         """Length of the strings that were decoded."""
         self.media_bytes = 0
         """Length of the strings that belong to media."""
         self.is_cut = False
         """Whether only the beginning of a text was decoded."""
+        self.rest: BodyBytes = body
+        if len(body) <= LARGE_BODY_BYTES:
+            return
         parts: list[bytes | memoryview] = []
         at = 0
         for number, (start, end) in enumerate(self._spans):
@@ -64,10 +70,12 @@ class LongStrings:
 
     def is_mark(self, value: object) -> bool:
         """Whether a value in ``rest`` stands for a long string."""
-        return isinstance(value, str) and value.startswith(self._mark)
+        return bool(self._spans) and isinstance(value, str) and value.startswith(self._mark)
 
     def put_back(self, changed: BodyBytes) -> BodyBytes:
         """Return ``rest``, whose other members were changed, with the strings as they were sent."""
+        if not self._spans:
+            return changed
         mark = self._mark.encode()
         parts: list[bytes | memoryview] = []
         for each in bytes(changed).split(mark):

@@ -29,6 +29,7 @@ PICTURE = "data:image/png;base64," + "iVBOR/+0" * 100_000
 def short_parts() -> Iterator[None]:
     """Let strings of a few bytes be long, and be decoded in parts of a few bytes."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(long_strings, "LARGE_BODY_BYTES", 0)
         patch.setattr(long_strings, "_SCANNED_BYTES", 20)
         patch.setattr(long_strings, "_DECODED_BYTES", 16)
         yield
