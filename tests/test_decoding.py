@@ -80,7 +80,7 @@ def undescribed_uses(package: Path) -> Iterator[str]:
 
 
 def uses(source: str) -> Iterator[int]:
-    """Give the lines that have msgspec look at a type, those that run at import excepted."""
+    """Give the lines in functions that have msgspec look at a type."""
     module = ast.parse(source)
     for function in ast.walk(module):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):

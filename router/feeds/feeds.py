@@ -152,7 +152,7 @@ class KvFeed:
     def following(self) -> None:
         """Note that everything that can be known is known; what comes now is new.
 
-        Of a publisher that was not understood only a message that is shows the contrary.
+        A publisher that was not understood still is not, until a message of it is.
         """
         if self._state is not _State.UNREADABLE:
             self._begin()

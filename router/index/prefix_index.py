@@ -172,7 +172,7 @@ class PrefixIndex:
         # On the GPU: known or believed. Lower: in any of the other tiers.
         self._on_gpu = Holders()
         self._lower = Holders()
-        # Stores that replicas share: the bits of those that read each, and the stores of each.
+        # Stores that replicas share: the bits of each one's readers, and the stores of each reader.
         self._mounts: dict[int, int] = {}
         self._stores: dict[int, list[int]] = {}
         self._stale: deque[Stale] = deque()

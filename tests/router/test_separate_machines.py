@@ -148,7 +148,7 @@ async def test_later_turns_match_exactly_by_tokens(
         assert 0 < whole <= each["matched"] <= each["their_cached"]
     assert (await health(router, client))["faults"] == {}
     assert await metric(router, client, 'warmroute_tokens_exact{model="sim"} 1.0')
-    # The cache holds whole files: a router that starts anew asks for none of them.
+    # The cache holds whole files: a router that starts again asks for none of them.
     (kept,) = apart.cache.iterdir()
     again = await apart.router()
     await until(lambda: again.parts.faults.tokens() == {"sim": "exact"})

@@ -483,7 +483,7 @@ def test_a_belief_and_a_home_last_from_the_answers_end(has_events: bool) -> None
     index, sessions = fleet.config.index, fleet.config.sessions
     ttl_s = index.speculative_ttl_s if has_events else index.history_ttl_s
     ticket = fleet.start(place(fleet, prompt, session="s", among=("r1",)), 0.0)
-    if has_events:  # of another prompt: the events that tell of this one are late
+    if has_events:  # of another prompt: the events of this one are late
         fleet.apply_kv("r1", KvBatch(0, 0.0, [BlocksStored(KvTier.GPU, [1, 2])]), 0.5)
     ticket.first_byte(1.0)
     ended_s = 2 * sessions.ttl_s

@@ -35,7 +35,7 @@ HARMLESS = {
     *("/inference/v1/generate", "/invocations", "/ping", "/pooling", "/rerank", "/score"),
     *("/tokenize", "/tokenizer_info", "/version"),
 }
-"""Endpoints of vLLM that clients may reach, beside those below ``/v1/`` and ``/v2/``."""
+"""Endpoints of vLLM that clients may reach, besides all below ``/v1/`` and ``/v2/``."""
 OURS = [
     ("GET", "/metrics"),
     ("GET", "/replicas"),

@@ -112,7 +112,7 @@ async def test_a_replica_that_computes_nothing_does_not_hold_requests_without_en
 ) -> None:
     """Its engine hangs, and its server does not know: neither its tokens nor its KV change.
 
-    What may be repeated is answered by another replica; the rest gets 504.
+    Another replica answers the requests that may be repeated; the others get 504.
     """
     fleet.one.metrics = COMPUTED
     fleet.one.will(hang())
