@@ -154,7 +154,12 @@ class OurRouter:
                     return
         except RateLimitedError as refused:
             self._refused += 1
-            sent.failed(refused.status, refused.message, self._loop.time())
+            sent.failed(
+                refused.status,
+                refused.message,
+                self._loop.time(),
+                retry_after_s=refused.retry_after_s,
+            )
             return
         except NoReplicaError as none:
             sent.failed(none.status, none.message, self._loop.time())

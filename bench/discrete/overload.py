@@ -122,7 +122,7 @@ def _played(plan: Plan, sessions: Sequence[Session]) -> Sequence[Record]:
     settings = with_sections(Settings(), admission=admission)
     contender = Contender(make=lambda replicas, seed: OurRouter(replicas, settings))
     options = FleetOptions(replicas=plan.replicas, machine=plan.machine, seed=plan.seed)
-    return play_with(contender, sessions, options).records
+    return play_with(contender, sessions, options, tries=1).records
 
 
 def _sessions(plan: Plan, factor: float) -> tuple[Sequence[Session], float]:

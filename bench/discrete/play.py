@@ -14,6 +14,13 @@ from bench.workloads.session import Session, Span
 from simulator.model.replica_machine import Machine
 
 _AT_ONCE: Final = 1e15
+TRIES: Final = 3
+"""How often a client sends a request that a router refuses or cannot serve (429 and 503): as the
+official OpenAI client does by default, and as long after it (``Retry-After`` of up to a minute,
+else 0.5 s, then 1 s). The time to the first token counts from the first try."""
+_SENT_AGAIN: Final = frozenset({429, 503})
+_LONGEST_RETRY_AFTER_S: Final = 60.0
+_FIRST_RETRY_S: Final = 0.5
 NOISE: Final = 0.05
 """Standard deviation of the logarithm of a step's duration."""
 
@@ -64,16 +71,24 @@ class Contender:
     """Whether all replicas share one infinite cache, to load from which takes no time."""
 
 
-def play_with(contender: Contender, sessions: Sequence[Session], options: FleetOptions) -> Run:
+def play_with(
+    contender: Contender,
+    sessions: Sequence[Session],
+    options: FleetOptions,
+    *,
+    tries: int = TRIES,
+) -> Run:
     """Play sessions through a contender; deterministic."""
-    return clock.run(_play(contender, sessions, options))
+    return clock.run(_play(contender, sessions, options, tries))
 
 
-async def _play(contender: Contender, sessions: Sequence[Session], options: FleetOptions) -> Run:
+async def _play(
+    contender: Contender, sessions: Sequence[Session], options: FleetOptions, tries: int
+) -> Run:
     replicas = _replicas(contender, options)
     router = contender.make(replicas, options.seed)
     faults = asyncio.ensure_future(run_faults(replicas, options.faults))
-    client = _Client(router.answer, options.machine.shape.block_tokens)
+    client = _Client(router.answer, options.machine.shape.block_tokens, tries)
     records = await client.run(sessions)
     faults.cancel()
     counts = {**router.counts(), **_counts(replicas)}
@@ -101,9 +116,12 @@ def _replicas(contender: Contender, options: FleetOptions) -> list[ModelReplica]
 class _Client:
     """Sends sessions: each turn after the answer to the one before, and a pause."""
 
-    def __init__(self, answer: Callable[[Sent], Awaitable[None]], block_tokens: int) -> None:
+    def __init__(
+        self, answer: Callable[[Sent], Awaitable[None]], block_tokens: int, tries: int
+    ) -> None:
         self._answer = answer
         self._block_tokens = block_tokens
+        self._tries = tries
         self._loop = asyncio.get_running_loop()
 
     async def run(self, sessions: Sequence[Session]) -> list[Record]:
@@ -137,7 +155,7 @@ class _Client:
                 output_tokens=turn.output_tokens,
             )
             records.append(record)
-            await self._answer(
+            await self._send(
                 Sent(
                     prompt=prompt,
                     session=session.name,
@@ -152,6 +170,16 @@ class _Client:
                 return
             due_s = self._loop.time() + session.turns[index + 1].pause_s
             await asyncio.sleep(session.turns[index + 1].pause_s)
+
+    async def _send(self, sent: Sent) -> None:
+        for retry in range(self._tries):
+            await self._answer(sent)
+            if sent.record.status not in _SENT_AGAIN or retry + 1 == self._tries:
+                return
+            pause_s = sent.retry_after_s
+            if pause_s is None or pause_s > _LONGEST_RETRY_AFTER_S:
+                pause_s = _FIRST_RETRY_S * 2**retry
+            await asyncio.sleep(pause_s)
 
     def _give_up(
         self, session: Session, number: int, first_turn: int, records: list[Record]

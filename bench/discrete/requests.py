@@ -93,7 +93,7 @@ class Conversation:
         self._open_tokens = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Sent:
     """One request, and the record that its answer is noted in."""
 
@@ -102,6 +102,8 @@ class Sent:
     streamed: bool
     output_tokens: int
     record: Record
+    retry_after_s: float | None = None
+    """When a router that refused it wants it again; None: it did not say."""
 
     def began(self, now_s: float) -> None:
         """Note the first token."""
@@ -111,16 +113,19 @@ class Sent:
         """Note a whole answer."""
         record, cached = self.record, request.cached
         record.instance_id = f"r{replica}"
-        record.status = 200
+        record.status, record.error = 200, None
         record.total_s = now_s - record.sent_s
         record.cached_tokens = {"gpu": cached.gpu, "cpu": cached.cpu, "disk": cached.disk}
         record.arrived_s = request.arrived_s
         record.first_token_s = request.first_token_s
         record.finished_s = request.finished_s
 
-    def failed(self, status: int, error: str, now_s: float) -> None:
+    def failed(
+        self, status: int, error: str, now_s: float, *, retry_after_s: float | None = None
+    ) -> None:
         """Note that there was no whole answer."""
         self.record.status, self.record.error = status, error
+        self.retry_after_s = retry_after_s
         self.record.total_s = now_s - self.record.sent_s
         self.record.ttft_s = None
 

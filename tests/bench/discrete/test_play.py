@@ -1,5 +1,6 @@
 """Workloads played to their end: records, order, and the same ones every time."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import count
@@ -131,6 +132,65 @@ def test_a_routers_error_ends_the_play() -> None:
 
     with pytest.raises(RuntimeError, match="no route"):
         play_with(Contender(make=make), sessions(2), QUIET)
+
+
+class Refusing:
+    """Refuses the first requests with what it is given, then answers at once."""
+
+    def __init__(self, refusals: Sequence[tuple[int, float | None]]) -> None:
+        self._refusals = list(refusals)
+        self.asked_s: list[float] = []
+
+    async def answer(self, sent: Sent) -> None:
+        now_s = asyncio.get_running_loop().time()
+        self.asked_s.append(now_s)
+        if self._refusals:
+            status, retry_after_s = self._refusals.pop(0)
+            sent.failed(status, "not now", now_s, retry_after_s=retry_after_s)
+            return
+        sent.began(now_s)
+        sent.record.status, sent.record.error = 200, None
+
+    def counts(self) -> dict[str, float]:
+        return {}
+
+    async def stop(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("refusals", "asked_s"),
+    [
+        ([(429, 7.0), (429, 12.0)], [0.0, 7.0, 19.0]),
+        ([(503, None), (503, None)], [0.0, 0.5, 1.5]),
+        ([(429, 61.0)], [0.0, 0.5]),
+    ],
+)
+def test_a_client_sends_a_refused_request_again_when_it_is_told(
+    refusals: list[tuple[int, float | None]], asked_s: list[float]
+) -> None:
+    router = Refusing(refusals)
+    given = [talk((90, 1), name="s")]
+    (record,) = play_with(Contender(make=lambda *_: router), given, QUIET).records
+    assert router.asked_s == pytest.approx(asked_s)
+    assert record.ok
+    assert record.ttft_s == pytest.approx(asked_s[-1]), "the time counts from the first try"
+
+
+def test_a_client_gives_up_after_three_tries() -> None:
+    router = Refusing([(429, 1.0)] * 3)
+    given = [talk((90, 1), (90, 1), name="s")]
+    first, second = play_with(Contender(make=lambda *_: router), given, QUIET).records
+    assert (first.status, first.ok, len(router.asked_s)) == (429, False, 3)
+    assert second.error == "not sent: the turn before was not answered"
+
+
+def test_a_client_does_not_repeat_what_is_wrong() -> None:
+    router = Refusing([(400, None)])
+    (record,) = play_with(
+        Contender(make=lambda *_: router), [talk((9, 1), name="s")], QUIET
+    ).records
+    assert (record.status, len(router.asked_s)) == (400, 1)
 
 
 @pytest.mark.parametrize("name", CONTENDERS)
