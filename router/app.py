@@ -42,7 +42,7 @@ from router.membership.discovery import Discovery
 from router.membership.membership import Membership, Source
 from router.membership.reload import ConfigFile, Reload
 from router.policy import METHODS, PROMPTED, Plane
-from router.prompt.prompt_reader import PromptSource
+from router.prompt.prompt_source import PromptSource
 from router.proxy.lifecycle import RequestLifecycle
 from router.proxy.proxy import Proxy, Retries
 from router.proxy.upstream import FirstByteWaits, client_session

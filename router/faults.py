@@ -11,7 +11,7 @@ from typing import Final
 
 from router.fleet.fleet import Fleet
 from router.fleet.replica import ReplicaState
-from router.prompt.prompt_reader import PromptSource
+from router.prompt.prompt_source import PromptSource
 
 log = logging.getLogger("warmroute.faults")
 

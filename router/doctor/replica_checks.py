@@ -11,12 +11,12 @@ from router.config.settings import ReplicaConfig, RouterConfig
 from router.doctor.findings import Section
 from router.doctor.http_probe import HttpAnswer, ProbeError, get
 from router.feeds.feeds import KvFeed
-from router.feeds.health_monitor import authorization, model_entries, served_models
 from router.feeds.kv_receiver import KvReceiver
+from router.feeds.replica_answers import authorization, model_entries, served_models
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica
 from router.lmcache.server_client import LmcacheServerClient, LmcacheServerError
-from router.prompt.prompt_reader import PromptSource
+from router.prompt.prompt_source import PromptSource
 from router.prompt.token_trust import HANGS
 from warmroute_common.agent_protocol import InstanceInfo, TierInfo
 from warmroute_common.fleet_secret import HOW_TO_SET, FleetSecret

@@ -22,7 +22,7 @@ from router.fleet.in_flight import Ticket
 from router.index.prompt_keys import PromptKeyCache
 from router.policy import ParsedRequest, Plane, Policy
 from router.prompt.prompt import Prompt
-from router.prompt.prompt_reader import PromptSource
+from router.prompt.prompt_source import PromptSource
 from router.prompt.request_body import BodyBytes, off_loop
 from router.proxy.relay import NO_USAGE, Usage
 from router.record.records import Cause, FailedTry, Outcome, RecordReader, RequestRecord

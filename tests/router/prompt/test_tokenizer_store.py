@@ -12,7 +12,8 @@ import pytest
 
 from router.agent_client import AgentError
 from router.config.settings import ModelTokenizerConfig, TokenizerConfig
-from router.prompt.prompt_reader import PromptReader, PromptSource, ServedModel
+from router.prompt.prompt_reader import PromptReader
+from router.prompt.prompt_source import PromptSource, ServedModel
 from router.prompt.tokenizer_store import TokenizerStore, TokenizerStoreError
 from router.proxy.upstream import client_session
 from tests.router.prompt.chat_shapes import TEMPLATES, USER
