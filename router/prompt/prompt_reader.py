@@ -5,7 +5,8 @@ time, and shorter ones first (`ReadingTurns`). The pieces of one prompt keep all
 several prompts at once would all be ready only when the last one is.
 
 The reader's tokens are compared with those of the replicas (`router.prompt.token_trust`). If they
-differ, they are not used.
+differ, they are not used, and a replica is asked for the tokens of each long prompt
+(`router.prompt.replica_tokenizer`).
 """
 
 import asyncio
@@ -19,11 +20,22 @@ from typing import Final
 import aiohttp
 
 from router.prompt.chat_template import read_source
-from router.prompt.drafter import Body, Draft, Drafter, PromptInput, TextInput, too_long
+from router.prompt.drafter import Draft, Drafter, too_long
 from router.prompt.prompt import Prompt
-from router.prompt.request_body import LARGE_BODY_BYTES
+from router.prompt.prompt_input import Body, PromptInput, TextInput
+from router.prompt.replica_tokenizer import ReplicaTokenizer
+from router.prompt.request_body import LARGE_BODY_BYTES, off_loop
 from router.prompt.token_cache import Memo
-from router.prompt.token_trust import CHAT_PROBES, HANGS, TEXT_PROBES, Agreement, Trust, compare
+from router.prompt.token_trust import (
+    CHAT_PROBES,
+    HANGS,
+    RENDER_CHAT,
+    TEXT_PROBES,
+    TOKENIZE,
+    Agreement,
+    Trust,
+    compare,
+)
 from router.prompt.tokenizer_files import TokenizerFiles, load_directory
 
 _log = logging.getLogger("warmroute.prompt")
@@ -95,27 +107,30 @@ class PromptReader:
         *,
         chat_template: str | None = None,
         memo: Memo | None = None,
+        asks_replicas: bool = False,
     ) -> None:
         """``chat_template`` is the source of the one that overrides the model's own.
 
         ``memo`` may be shared with the readers of other models, and is 64 MiB by default.
+        ``asks_replicas``: whether `read` is given replicas to ask for tokens.
         Raises `ConfigError` when a template is none.
         """
         self.memo = Memo(64 << 20) if memo is None else memo
         self._drafter = Drafter(loaded, chat_template, self.memo)
         self._turns = ReadingTurns()
+        self._asks_replicas = asks_replicas
         self.has_tokenizer = loaded is not None
         """Whether prompts can have tokens at all."""
         by_files = Trust.EXACT if loaded and loaded.doubt is None else Trust.DOUBTFUL
         self._texts = Agreement(by_files)
         self._chats = Agreement(by_files)
-        self._chat_probes = CHAT_PROBES
+        self._chat_path = loaded.chat_path if loaded else TOKENIZE
         self._chat_doubt = loaded.chat_doubt if loaded else None
         self._not_compared: dict[str, str] = {}
         """By replica, why its tokens could not be compared."""
         if loaded and loaded.chat_doubt:
-            # Chats are rendered by other means than /tokenize: its agreement would be no proof.
-            self._chats, self._chat_probes = Agreement(Trust.REFUTED), ()
+            # Equal tokens of the probes would not prove that all chats are rendered alike.
+            self._chats = Agreement(Trust.REFUTED)
         for reason in (loaded.doubt, loaded.chat_doubt) if loaded else ():
             if reason is not None:
                 _log.warning("tokens may not be those of the replicas: %s", reason)
@@ -126,6 +141,8 @@ class PromptReader:
         path: str | Path,
         chat_template: str | Path | None = None,
         memo: Memo | None = None,
+        *,
+        asks_replicas: bool = False,
     ) -> "PromptReader":
         """Return the reader for the model in directory ``path``.
 
@@ -133,30 +150,54 @@ class PromptReader:
         Raises `ConfigError`. Takes up to seconds for a large vocabulary.
         """
         source = None if chat_template is None else read_source(Path(chat_template))
-        return cls(load_directory(Path(path)), chat_template=source, memo=memo)
+        loaded = load_directory(Path(path))
+        return cls(loaded, chat_template=source, memo=memo, asks_replicas=asks_replicas)
 
     async def read(
-        self, endpoint: str, body: Body, body_bytes: float = 0, max_tokens: int | None = None
+        self,
+        endpoint: str,
+        body: Body,
+        body_bytes: float = 0,
+        max_tokens: int | None = None,
+        *,
+        replicas: ReplicaTokenizer | None = None,
     ) -> Prompt:
         """Return the prompt of a request to ``endpoint``; raise `BadRequestError` for wrong types.
 
         A prompt of more than ``max_tokens`` is a `BadRequestError` too; a text that is far longer
         is not tokenized. Long work runs in a thread and does not block the event loop.
-        ``body_bytes`` is the body's length as it was sent.
+        ``body_bytes`` is the body's length as it was sent. ``replicas`` are asked for the tokens of
+        a prompt of which the reader has none that are theirs.
         """
-        prompt = await self._read(endpoint, body, body_bytes, max_tokens)
+        draft = await off_loop(body_bytes, self._draft, endpoint, body, max_tokens)
+        prompt = None
+        if replicas is not None and draft.unknown is not None:
+            prompt = await self._told(draft, replicas, body_bytes, max_tokens)
+        if prompt is None:
+            prompt = await self._finished(draft, body_bytes)
         if max_tokens is not None and prompt.exact and prompt.token_count > max_tokens:
             raise too_long(prompt.token_count, max_tokens)
         return prompt
 
-    async def _read(
-        self, endpoint: str, body: Body, body_bytes: float, max_tokens: int | None
-    ) -> Prompt:
+    async def _told(
+        self, draft: Draft, replicas: ReplicaTokenizer, body_bytes: float, max_tokens: int | None
+    ) -> Prompt | None:
+        """Return the prompt with the tokens that a replica tells; None if none does."""
+        kind = self._texts if isinstance(draft.unknown, TextInput) else self._chats
+        if not kind.alike():
+            return None
+        question = await off_loop(body_bytes, self._drafter.question, draft, max_tokens)
+        if question is None:
+            return None
+        ids = await replicas.tokens(question, kind.alike(), kind.usual, body_bytes)
+        if ids is None:
+            return None
+        return await off_loop(body_bytes, self._drafter.told, draft, ids)
+
+    async def _finished(self, draft: Draft, body_bytes: float) -> Prompt:
         if body_bytes > LARGE_BODY_BYTES:
-            draft = await asyncio.to_thread(self._draft, endpoint, body, max_tokens)
             async with self._turns.turn(draft.chars):
                 return await asyncio.to_thread(draft.finish)
-        draft = self._draft(endpoint, body, max_tokens)
         if _has_much_new(draft):
             async with self._turns.turn(draft.chars):
                 # Of a burst with one beginning the first has read it for the others meanwhile.
@@ -181,11 +222,17 @@ class PromptReader:
         not used for this replica (`differs`), and the log says why. A replica that could not
         be asked changes nothing.
         """
-        texts = [{"prompt": text} for text in TEXT_PROBES]
+        if not (self.has_tokenizer or self._asks_replicas):
+            return False
+        given = [{"prompt": text} for text in TEXT_PROBES]
+        probes = CHAT_PROBES
+        if self._chat_path is None or (self._chat_doubt is not None and not self._asks_replicas):
+            probes = ()
+        path = self._chat_path or TOKENIZE
         try:
-            texts_equal, max_len = await compare(session, replica_url, texts, self._claim, headers)
-            chats_equal, _ = await compare(
-                session, replica_url, self._chat_probes, self._claim, headers
+            texts = await compare(session, replica_url, given, self._claim, headers=headers)
+            chats = await compare(
+                session, replica_url, probes, self._claim_of_chat, path=path, headers=headers
             )
         except TimeoutError:
             self._note_not_compared(replica_url, HANGS)
@@ -194,24 +241,71 @@ class PromptReader:
             self._note_not_compared(replica_url, str(error) or type(error).__name__)
             return False
         self._not_compared.pop(replica_url, None)
-        self._drafter.max_model_len = max_len or self._drafter.max_model_len
-        self._texts.note(replica_url, texts_equal)
-        self._chats.note(replica_url, chats_equal)
-        return texts_equal is True and chats_equal is not False
+        self._drafter.max_model_len = texts.max_model_len or self._drafter.max_model_len
+        self._texts.note(replica_url, texts)
+        self._chats.note(replica_url, chats)
+        return texts.equal is True and chats.equal is not False and not self.asked()
+
+    def answers(self, replica_url: str) -> tuple[int | None, int | None]:
+        """Return what tells a replica's tokens of texts and of chats from those of others."""
+        return self._texts.answers(replica_url), self._chats.answers(replica_url)
 
     def differs(self, replica_url: str) -> bool:
         """Whether tokens are used that this replica was found not to have."""
-        return self._texts.differs(replica_url) or self._chats.differs(replica_url)
+        return (
+            self._texts.differs(replica_url)
+            or self._chats.differs(replica_url)
+            or self.deviates(replica_url)
+        )
+
+    def deviates(self, replica_url: str) -> bool:
+        """Whether replicas are asked for tokens, and this one has others than most."""
+        return any(each.deviates(replica_url) for each in self.asked().values())
+
+    def asked(self) -> dict[str, Agreement]:
+        """Return the kinds of prompts, texts or chats, that replicas are asked about."""
+        if not self._asks_replicas:
+            return {}
+        is_refuted = self._texts.trust is Trust.REFUTED or not self.has_tokenizer
+        kinds = {
+            "texts": (self._texts, is_refuted),
+            "chats": (self._chats, is_refuted or self._chats.trust is Trust.REFUTED),
+        }
+        return {
+            name: agreement
+            for name, (agreement, is_asked) in kinds.items()
+            if is_asked and agreement.alike()
+        }
+
+    def why_asked(self, why_missing: str = "") -> str | None:
+        """Return why replicas are asked for tokens, for a person; None if they are not.
+
+        ``why_missing`` says why there is no tokenizer.
+        """
+        if not (kinds := self.asked()):
+            return None
+        why = self._chat_doubt if "texts" not in kinds else None
+        if not self.has_tokenizer:
+            why = f"its tokenizer is missing ({why_missing})"
+        why = why or "the replicas' tokens differ from the router's"
+        return f"{why}; replicas are asked for the tokens of its {' and '.join(kinds)}"
 
     def why_inexact(self, replica_urls: Sequence[str]) -> str | None:
         """Return why prompts for these replicas are not all matched by exact tokens, or None."""
+        asked = self.asked()
+        for name, agreement in asked.items():
+            for url in filter(agreement.deviates, replica_urls):
+                return f"{url} makes other tokens of its {name} than the other replicas"
         for kind, agreement in (("texts", self._texts), ("chats", self._chats)):
-            for url in replica_urls:
+            for url in replica_urls if kind not in asked else ():
                 if agreement.is_equal(url) is False:
                     return f"its tokens of {kind} differ from those of {url}"
-        if self._chat_doubt is not None:
-            return f"{self._chat_doubt}, so its chats are matched by text"
-        if self._texts.trust is Trust.DOUBTFUL:
+        if self._chat_doubt is not None and "chats" not in asked:
+            fix = ""
+            if self._chat_path == RENDER_CHAT:
+                fix = "; start vLLM with --enable-scale-out, and replicas are asked for the tokens"
+            return f"{self._chat_doubt}, so its chats are matched by text{fix}"
+        if self.has_tokenizer and self._texts.trust is Trust.DOUBTFUL:
             reasons = filter(None, map(self.not_compared, replica_urls))
             return f"its tokens are not confirmed ({next(reasons, 'no replica was compared')})"
         return None
@@ -230,6 +324,8 @@ class PromptReader:
 
     def _note_not_compared(self, replica_url: str, why: str) -> None:
         self._not_compared[replica_url] = why
+        if not self.has_tokenizer:
+            return
         _log.warning("%s: tokens could not be compared (%s)", replica_url, why)
 
     def forget(self, replica_url: str) -> None:
@@ -244,6 +340,9 @@ class PromptReader:
     def _trust(self, given: PromptInput) -> Trust:
         is_text = isinstance(given, TextInput) or self._texts.trust is Trust.REFUTED
         return self._texts.trust if is_text else self._chats.trust
+
+    def _claim_of_chat(self, probe: Body) -> list[int] | None:
+        return None if self._chat_doubt is not None else self._claim(probe)
 
     def _claim(self, probe: Body) -> list[int] | None:
         """Return the tokens that we would give for a probe, however far they are trusted."""

@@ -2,15 +2,16 @@
 
 It is the configured one, else the model's own: replicas say in ``/v1/models`` which directory or
 name each model comes from. If it is on this machine, it is loaded, and its tokens are compared with
-those of the replicas. Else the replica's agent sends it. Prompts of models without a tokenizer are
-matched by their text.
+those of the replicas. Else the replica's agent sends it. Where there is none, or where its tokens
+are not those of the replicas, a replica is asked for the tokens of each long prompt. What nobody
+tokenizes is matched by its text.
 """
 
 import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -20,7 +21,10 @@ import aiohttp
 
 from router.agent_client import AgentError
 from router.config.settings import TokenizerConfig
+from router.prompt.prompt import Prompt
+from router.prompt.prompt_input import Body
 from router.prompt.prompt_reader import PromptReader
+from router.prompt.replica_tokenizer import ReplicaTokenizer, TokenizingReplica
 from router.prompt.token_cache import Memo
 from router.prompt.tokenizer_store import (
     TokenizerAgent,
@@ -89,8 +93,10 @@ class PromptSource:
         self._clock = clock
         self._lock = asyncio.Lock()
         self._memo = Memo(config.memo_bytes)
-        self.text_reader = PromptReader(memo=self._memo)
+        self._text_reader = PromptReader(memo=self._memo)
         """Reads prompts by their text only."""
+        self.replica_tokenizer: ReplicaTokenizer | None = None
+        """Asks replicas for tokens; None: they are not asked."""
         self._store = TokenizerStore(config)
         self._taking = asyncio.Lock()
         self._configured = None if config.path is None else self._load(Path(config.path))
@@ -101,6 +107,8 @@ class PromptSource:
         self._named_roots: dict[str, PromptReader] = {}
         """The same by root, for LoRA adapters."""
         self._by_root: dict[str, PromptReader] = {}
+        self._without: dict[str, PromptReader] = {}
+        """By root, readers without a tokenizer, which know how replicas tokenize."""
         self._sent: dict[str, str] = {}
         """By root, the digest of the tokenizer that an agent has sent."""
         self._missing: dict[str, str] = {}
@@ -114,7 +122,33 @@ class PromptSource:
         root = next(iter(roots), "") if model is None and len(roots) == 1 else None
         root = self._root_of.get(model or "", "") if root is None else root
         named = self._named.get(model or "") or self._named_roots.get(root)
-        return named or self._configured or self._by_root.get(root, self.text_reader)
+        found = named or self._configured or self._by_root.get(root)
+        return found or self._without.get(root, self._text_reader)
+
+    def ask_replicas(
+        self,
+        session: aiohttp.ClientSession,
+        replicas: Callable[[], Iterable[TokenizingReplica]],
+    ) -> None:
+        """Ask ``replicas()`` for tokens from now on, unless the configuration says not to."""
+        if self._config.ask_replicas:
+            self.replica_tokenizer = ReplicaTokenizer(session, replicas, self._memo)
+
+    async def read(
+        self, endpoint: str, body: Body, body_bytes: float, model: str | None, *, is_cut: bool
+    ) -> Prompt:
+        """Return the prompt of a request: see `PromptReader.read`.
+
+        ``is_cut``: strings of ``body`` are incomplete, so it is read as text only.
+        """
+        reader = self._text_reader if is_cut else self.reader_for(model)
+        return await reader.read(
+            endpoint,
+            body,
+            body_bytes,
+            self.max_model_len(model),
+            replicas=None if is_cut else self.replica_tokenizer,
+        )
 
     def max_model_len(self, model: str | None) -> int | None:
         """Return the longest context of a model at any replica; None if one does not tell.
@@ -179,12 +213,26 @@ class PromptSource:
     ) -> bool:
         """Compare tokens of these models with a replica's; whether all are known to be equal."""
         readers = {self.reader_for(model.id) for model in models}
-        agree = [
-            await reader.verify(session, url, headers=headers)
-            for reader in readers
-            if reader.has_tokenizer
-        ]
-        return all(agree) and len(agree) == len(readers)
+        agree = []
+        for reader in readers:
+            is_vllm = self._replicas[url].version is not None
+            if reader.has_tokenizer or (self._config.ask_replicas and is_vllm):
+                before = reader.answers(url)
+                agree.append(await reader.verify(session, url, headers=headers))
+                is_other = before not in ((None, None), reader.answers(url))
+                if (is_other and reader.asked()) or (
+                    before == (None, None) and reader.deviates(url)
+                ):
+                    self._compare_others(url)
+        return all(agree) and all(each.has_tokenizer for each in readers)
+
+    def _compare_others(self, url: str) -> None:
+        """Have all other replicas compared again: one has changed, so the others may have too.
+
+        Templates may write the date, and then all replicas change at midnight.
+        """
+        for other in self._replicas.keys() - {url}:
+            self.compare_again(other)
 
     async def _take_from(
         self, agent: TokenizerAgent, models: Sequence[ServedModel], url: str, is_due: bool
@@ -257,17 +305,37 @@ class PromptSource:
                         urls.setdefault(model.id, []).append(url)
         return {model: self._why_inexact(model, its_urls) for model, its_urls in urls.items()}
 
+    def asked(self) -> dict[str, str]:
+        """Return for each model that replicas tokenize prompts for why they do."""
+        reasons = {model: self._why_asked(model) for model in self.inexact()}
+        return {model: why for model, why in reasons.items() if why is not None}
+
     def _why_inexact(self, model: str, urls: Sequence[str]) -> str | None:
         reader = self.reader_for(model)
-        if reader.has_tokenizer:
+        asked = reader.asked()
+        for agreement in asked.values():
+            silent = [each for each in agreement.alike() if not self._answers(each)]
+            if len(silent) == len(agreement.alike()):
+                return f"{self._why_asked(model)}, and {silent[0]} does not tell them in time"
+        if reader.has_tokenizer or asked:
             return reader.why_inexact(urls)
-        root = self._root_of.get(model, model)
-        why = self._missing.get(root, "it was not found")
+        why = self._why_missing(model)
         return f"its tokenizer is missing: {why}; set agent_url, or tokenizer.path"
+
+    def _why_asked(self, model: str) -> str | None:
+        return self.reader_for(model).why_asked(self._why_missing(model))
+
+    def _why_missing(self, model: str) -> str:
+        return self._missing.get(self._root_of.get(model, model), "it was not found")
+
+    def _answers(self, url: str) -> bool:
+        return self.replica_tokenizer is None or self.replica_tokenizer.answers(url)
 
     def forget(self, url: str) -> None:
         """Forget a replica; readers of models that none serves any more go at the next `learn`."""
         self._replicas.pop(url, None)
+        if self.replica_tokenizer is not None:
+            self.replica_tokenizer.forget(url)
         for reader in self._readers():
             reader.forget(url)
 
@@ -282,7 +350,7 @@ class PromptSource:
 
     def _readers(self) -> list[PromptReader]:
         own = [self._configured] if self._configured else list(self._by_root.values())
-        return [*self._named.values(), *own]
+        return [*self._named.values(), *own, *self._without.values()]
 
     async def _load_and_drop(self) -> None:
         """Load readers for the models that replicas serve now, and drop those of all others."""
@@ -297,6 +365,10 @@ class PromptSource:
             roots = {*self._root_of.values()} - self._named_roots.keys()
             for root in roots - self._by_root.keys():
                 await asyncio.to_thread(self._load_root, root)
+            lacking = roots - self._by_root.keys()
+            self._without = {
+                root: self._without.get(root) or self._bare_reader() for root in lacking
+            }
             for root in self._by_root.keys() - roots:
                 del self._by_root[root]
                 self._sent.pop(root, None)
@@ -320,11 +392,19 @@ class PromptSource:
         """Log why there is no tokenizer, unless that was logged."""
         if self._missing.get(root) != why:
             self._missing[root] = why
-            log.warning("no tokenizer of '%s' (%s): its prompts are matched by text", root, why)
+            then = "its prompts are matched by text"
+            if self._config.ask_replicas:
+                then += ", unless replicas tokenize them (ask_replicas)"
+            log.warning("no tokenizer of '%s' (%s): %s", root, why, then)
+
+    def _bare_reader(self) -> PromptReader:
+        return PromptReader(memo=self._memo, asks_replicas=self._config.ask_replicas)
 
     def _load(self, path: Path, template: str | Path | None = None) -> PromptReader:
         template = template or self._config.chat_template
-        return PromptReader.load(path, chat_template=template, memo=self._memo)
+        return PromptReader.load(
+            path, template, self._memo, asks_replicas=self._config.ask_replicas
+        )
 
 
 async def _version(

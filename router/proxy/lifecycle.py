@@ -407,14 +407,13 @@ class RequestLifecycle:
     async def _prompt(self, asked: ParsedRequest) -> Prompt | None:
         if not asked.has_prompt:
             return None
-        prompts = self._prompts
-        reader = prompts.text_reader if asked.is_cut else prompts.reader_for(asked.model)
         try:
-            return await reader.read(
+            return await self._prompts.read(
                 asked.endpoint,
                 dict(asked.fields),
                 len(asked.body),
-                self._prompts.max_model_len(asked.model),
+                asked.model,
+                is_cut=asked.is_cut,
             )
         except RecursionError:  # what can be parsed may be deeper than templates can walk
             raise BadRequestError("the body's values are nested too deeply") from None
