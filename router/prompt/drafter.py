@@ -82,7 +82,7 @@ class Draft:
     chars: int = 0
     """How long ``cut`` is."""
     unknown: PromptInput | None = None
-    """What the prompt is made of, if a replica can be asked for its tokens (`Drafter.question`)."""
+    """The prompt's input, if a replica can be asked for its tokens (`Drafter.question`)."""
 
     def finish(self) -> Prompt:
         """Return the prompt, tokenizing what of it is new."""
@@ -196,7 +196,8 @@ class Drafter:
 
     def _doubt_told(self, given: PromptInput) -> str | None:
         """Return why a replica may tell other tokens than it uses for the request, or None."""
-        if self._model is not None or isinstance(given, TextInput):
+        is_known = self._model is not None and self._model.files.doubt is None
+        if is_known or isinstance(given, TextInput):
             return None
         ids = [message.get("tool_call_id") for message in given.messages]
         ids += [call["id"] for each in given.messages for call in each.get("tool_calls") or ()]

@@ -132,7 +132,9 @@ class PromptSource:
     ) -> None:
         """Ask ``replicas()`` for tokens from now on, unless the configuration says not to."""
         if self._config.ask_replicas:
-            self.replica_tokenizer = ReplicaTokenizer(session, replicas, self._memo)
+            self.replica_tokenizer = ReplicaTokenizer(
+                session, replicas, self._memo, clock=self._clock
+            )
 
     async def read(
         self, endpoint: str, body: Body, body_bytes: float, model: str | None, *, is_cut: bool

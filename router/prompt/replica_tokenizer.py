@@ -20,6 +20,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
+from math import inf
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
@@ -34,14 +35,18 @@ from warmroute_common.backoff import Backoff
 _LEAST_CHARS: Final = 8192
 """A shorter text has about 2,000 tokens or less, which a GPU computes in a tenth of a second."""
 _MOST_BYTES: Final = 4 << 20
-"""Of one question: a million tokens."""
+"""The most bytes of one question: a million tokens."""
 _MOST_HELD_BYTES: Final = 64 << 20
-"""Of all questions that wait for their answers."""
+"""The most bytes of all questions that wait for their answers."""
 _AT_ONCE: Final = 16
 _LEAST_S: Final = 0.1
 _PER_CHAR_S: Final = 2.5e-6
 """Ten microseconds for a token, a tenth of its prefill at 10,000 tokens/s."""
 _MOST_S: Final = 1.0
+_FAILURES: Final = 3
+"""A replica with so many failures in a row does not answer, as far as can be known."""
+_FAILED_S: Final = 600.0
+"""For how long that counts, if no question follows."""
 _FIRST_PAUSE_S: Final = 5.0
 _LONGEST_PAUSE_S: Final = 300.0
 _REFUSALS: Final = (400, 422)
@@ -69,7 +74,7 @@ class Told(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What a replica is asked for a prompt's tokens."""
+    """A request to a replica for a prompt's tokens."""
 
     path: str
     body: Mapping[str, Any]
@@ -99,7 +104,22 @@ class _Asked:
     under_way: int = 0
     last: int = 0
     """The number of the last question that it got."""
+    failures: int = 0
+    """In a row, without success since."""
+    failed_s: float = -inf
+    """When the last one was."""
     backoff: Backoff = field(default_factory=lambda: Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S))
+
+    def failed(self, began_s: float, now_s: float) -> None:
+        """Note that a question that was sent at ``began_s`` found no answer."""
+        self.backoff.failed(now_s, began_s=began_s)
+        if began_s > self.failed_s:  # several that fail at the same time count as one
+            self.failures, self.failed_s = self.failures + 1, now_s
+
+    def succeeded(self) -> None:
+        """Note an answer."""
+        self.backoff.reset()
+        self.failures = 0
 
 
 class _Answer(msgspec.Struct):
@@ -122,7 +142,7 @@ class ReplicaTokenizer:
         memo: Memo,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``replicas`` returns those that may be asked now; ``memo`` keeps the answers."""
+        """``replicas`` returns the ones to ask from now; ``memo`` keeps the answers."""
         self._session = session
         self._replicas = replicas
         self._memo = memo
@@ -166,9 +186,11 @@ class ReplicaTokenizer:
             self._held_bytes -= len(sent)
 
     def answers(self, url: str) -> bool:
-        """Whether a replica answered its last question, if it got one."""
+        """Whether a replica is not known to leave questions unanswered."""
         asked = self._asked.get(url)
-        return asked is None or not asked.backoff.is_failing
+        if asked is None or asked.failures < _FAILURES:
+            return True
+        return self._clock() - asked.failed_s > _FAILED_S
 
     def forget(self, url: str) -> None:
         """Forget a replica."""
@@ -217,18 +239,14 @@ class ReplicaTokenizer:
                     self.counts[Told.REFUSED] += 1
                     return None
                 ids = await off_loop(len(answer), _ids, answer)
-        except TimeoutError:
-            asked.backoff.failed(self._clock(), began_s=began_s)
-            self.counts[Told.LATE] += 1
-            return None
-        except (aiohttp.ClientError, OSError, ValueError):
-            asked.backoff.failed(self._clock(), began_s=began_s)
-            self.counts[Told.FAILED] += 1
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # TimeoutError is an OSError
+            asked.failed(began_s, self._clock())
+            self.counts[Told.LATE if isinstance(error, TimeoutError) else Told.FAILED] += 1
             return None
         finally:
             asked.under_way -= 1
             self.asked_s += self._clock() - began_s
-        asked.backoff.reset()
+        asked.succeeded()
         self.counts[Told.ANSWERED] += 1
         return ids
 

@@ -34,9 +34,10 @@ class Serving:
     replica: Replica
     router: Router
 
-    def asked(self) -> float:
-        """How many prompts' tokens it has told."""
-        return prometheus(f"{self.router.url}/metrics").get(ANSWERED, 0.0)
+    def metric(self, name: str) -> float:
+        """Return the sum of one of the router's metrics; ``name`` may have its first labels."""
+        samples = prometheus(f"{self.router.url}/metrics")
+        return sum(value for key, value in samples.items() if key.startswith(name))
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +54,9 @@ def serving(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         settings = {"port": free_ports(1)[0], "replicas": [entry]}
         router = Router(group, "router", directory, settings)
         router.start()
-        exact = f'warmroute_tokens_exact{{model="{MODEL}"}}'
-        wait_until("its tokens are compared", lambda: exact in prometheus(f"{router.url}/metrics"))
-        yield Serving(replica, router)
+        made = Serving(replica, router)
+        wait_until("its tokens are compared", lambda: made.metric("warmroute_tokens_exact") == 1.0)
+        yield made
 
 
 def text(seed: int, chars: int = 9000) -> str:
@@ -72,21 +73,18 @@ def user(content: str) -> dict[str, Any]:
 
 
 def test_its_chats_are_matched_by_its_own_tokens(serving: Serving) -> None:
-    assert (
-        prometheus(f"{serving.router.url}/metrics")[f'warmroute_tokens_exact{{model="{MODEL}"}}']
-        == 1.0
-    )
-    body = {"model": MODEL, "messages": [user(text(1))], "max_tokens": 2}
+    names = (ANSWERED, "warmroute_matched_tokens_total", "warmroute_prompt_tokens_total")
+    before = [serving.metric(name) for name in names]
+    messages = [user(text(1))]
+    body = {"model": MODEL, "messages": messages, "max_tokens": 2}
     first = call(f"{serving.router.url}/v1/chat/completions", body, timeout_s=300)
-    body["messages"] += [first["choices"][0]["message"], user("And then?")]
+    messages += [first["choices"][0]["message"], user("And then?")]
     second = call(f"{serving.router.url}/v1/chat/completions", body, timeout_s=300)
-    assert serving.asked() == 2.0
+    after = [serving.metric(name) for name in names]
+    asked, matched, prompts = (new - old for new, old in zip(after, before, strict=True))
     whole = first["usage"]["prompt_tokens"] // BLOCK_TOKENS * BLOCK_TOKENS
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= whole
-    samples = prometheus(f"{serving.router.url}/metrics")
-    matched = sum(v for k, v in samples.items() if k.startswith("warmroute_matched_tokens_total{"))
-    assert matched >= whole > 0, "the router knew it"
-    prompts = sum(v for k, v in samples.items() if k.startswith("warmroute_prompt_tokens_total{"))
+    assert asked == 2 and matched >= whole > 0, "the router knew it"
     counted = [each["usage"]["prompt_tokens"] for each in (first, second)]
     assert prompts == sum(counted), "and how long each prompt is"
 
@@ -114,11 +112,9 @@ def test_what_it_tells_is_what_it_computes(serving: Serving, name: str) -> None:
     """By the tokens that vLLM's /render gives for the request, and the count of the answer."""
     body = {"model": MODEL, "max_tokens": 1, **BODIES[name]}
     rendered = call(f"{serving.replica.url}/v1/chat/completions/render", body)["token_ids"]
-    before = serving.asked()
-    headers = prometheus(f"{serving.router.url}/metrics")
+    names = (ANSWERED, "warmroute_prompt_tokens_total")
+    before = [serving.metric(name) for name in names]
     answer = call(f"{serving.router.url}/v1/chat/completions", body, timeout_s=300)
-    samples = prometheus(f"{serving.router.url}/metrics")
-    counted = 'warmroute_prompt_tokens_total{replica="own"}'
-    assert serving.asked() == before + 1
+    after = [serving.metric(name) for name in names]
     assert answer["usage"]["prompt_tokens"] == len(rendered)
-    assert samples[counted] - headers.get(counted, 0.0) == len(rendered)
+    assert [new - old for new, old in zip(after, before, strict=True)] == [1, len(rendered)]

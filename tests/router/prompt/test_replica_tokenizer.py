@@ -157,21 +157,37 @@ async def test_few_questions_are_under_way_at_a_time(
     assert await asyncio.gather(*asked) == [TOKENS] * 40
 
 
+async def test_questions_that_fail_together_count_as_one_failure(
+    asker: Asker, one: Scripted
+) -> None:
+    one.will(hang)
+    assert await asyncio.gather(*(asker.ask(str(at)) for at in range(10))) == [None] * 10
+    assert asker.counts == {Told.LATE: 10}
+    assert asker.asker.answers(one.url)
+    one.will(ANSWER)
+    asker.now_s += 5.0
+    assert await asker.ask("after the shortest pause") == TOKENS
+
+
 async def test_a_replica_that_hangs_is_left_alone(asker: Asker, one: Scripted) -> None:
     """The prompts meanwhile are not delayed; after a pause one of them finds out."""
     one.will(hang)
     assert await asker.ask("first") is None
-    assert not asker.asker.answers(one.url)
+    assert asker.asker.answers(one.url), "one failure says little"
     assert await asker.ask("second") is None
     assert len(one.seen) == 1
     assert asker.counts == {Told.LATE: 1, Told.NOT_ASKED: 1}
     asker.now_s += 5.0
-    assert await asyncio.gather(asker.ask("third"), asker.ask("fourth")) == [None, None]
+    said = await asyncio.gather(*(asker.ask(each) for each in ("third", "fourth")))
+    assert said == [None, None]
     assert len(one.seen) == 2
-    one.will(ANSWER)
     asker.now_s += 9.0
     assert await asker.ask("too early: the pause has doubled") is None
     asker.now_s += 1.0
+    assert await asker.ask("fifth") is None
+    assert len(one.seen) == 3 and not asker.asker.answers(one.url)
+    one.will(ANSWER)
+    asker.now_s += 20.0
     assert await asker.ask("fifth") == TOKENS
     assert asker.asker.answers(one.url)
     assert await asker.ask("sixth") == TOKENS
@@ -188,27 +204,27 @@ async def garbage(request: web.Request) -> web.StreamResponse:
     return web.Response(body=b'{"tokens": [1, 2')
 
 
+BAD_ANSWERS: tuple[Any, ...] = (
+    [1, 2],
+    {},
+    {"tokens": []},
+    {"tokens": None},
+    {"tokens": "1 2"},
+    {"tokens": [1, "2"]},
+    {"tokens": [1, 2.5]},
+    {"tokens": [1, True]},
+    {"tokens": [1, -2]},
+    {"tokens": [1, 1 << 32]},
+)
+
+
 @pytest.mark.parametrize(
     "act",
     [
         garbage,
         endless,
         cut_before_headers,
-        *(
-            json_answer(each)
-            for each in (
-                [1, 2],
-                {},
-                {"tokens": []},
-                {"tokens": None},
-                {"tokens": "1 2"},
-                {"tokens": [1, "2"]},
-                {"tokens": [1, 2.5]},
-                {"tokens": [1, True]},
-                {"tokens": [1, -2]},
-                {"tokens": [1, 1 << 32]},
-            )
-        ),
+        *map(json_answer, BAD_ANSWERS),
         *(json_answer({"tokens": TOKENS}, status=status) for status in (404, 500, 503, 204)),
         json_answer({}, status=307, Location="http://127.0.0.1:1/tokenize"),
     ],
