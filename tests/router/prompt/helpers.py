@@ -45,8 +45,8 @@ class Replica:
         self.reader = PromptReader.load(model)
         self.version = "1"
         self.paths: list[str] = []
-        self.renders = True
-        """Whether it has vLLM's ``/render``."""
+        self.renders = 200
+        """The status of vLLM's ``/render``; 0: it answers as older versions do."""
         self.status = 200
         self.url = ""
 
@@ -63,7 +63,9 @@ class Replica:
         ids = list(prompt.token_ids or ())
         if request.path == "/tokenize":
             return web.json_response({"tokens": ids, "max_model_len": 4096})
-        return web.json_response({"token_ids": ids}, status=200 if self.renders else 403)
+        if not self.renders:
+            return web.json_response([[], [{"prompt_token_ids": ids}]])
+        return web.json_response({"token_ids": ids}, status=self.renders)
 
     async def tell_version(self, request: web.Request) -> web.Response:
         return web.json_response({"version": self.version})

@@ -232,11 +232,12 @@ async def test_models_that_vllm_renders_in_its_own_code(
     assert kind in router.source.asked()["m"]
 
 
+@pytest.mark.parametrize("renders", [403, 404, 0])
 async def test_gpt_oss_needs_a_replica_that_renders(
-    stack: AsyncExitStack, router: Router, model: Path, tmp_path: Path
+    stack: AsyncExitStack, router: Router, model: Path, tmp_path: Path, renders: int
 ) -> None:
     replica = await started(stack, model)
-    replica.renders = False
+    replica.renders = renders
     here = of_kind(model, tmp_path / "oss", "gpt_oss")
     await router.learn(replica, ServedModel(id="m", root=str(here)))
     assert router.source.reader_for("m").compared(replica.url)[0] is True, "texts are compared"
