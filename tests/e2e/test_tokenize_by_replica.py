@@ -1,62 +1,65 @@
 """A vLLM that renders chats in its own code: the router asks it for their tokens."""
 
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
-from bench.replica.tiers import call, wait_until
-from cacheengine.launch.vllm_launch import free_ports
+from router.config.settings import ReplicaConfig, RouterConfig
 from router.launch.processes import ProcessGroup
-from tests.e2e.serving import (
-    BLOCK_TOKENS,
-    MODEL,
-    Replica,
-    Router,
-    prometheus,
-    replica_on_free_ports,
-)
+from router.prompt.replica_tokenizer import Told
+from tests.e2e.serving import BLOCK_TOKENS, MODEL, Replica, replica_on_free_ports
 from tests.e2e.test_tokenize_exact import CALL, TOOLS
+from tests.router.agent_server import until
+from tests.router.conftest import Running, run_router
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
+CHAT = "/v1/chat/completions"
 WORDS = ("import", "return", "value", "the", "of", "and", "length", "string", "list", "number")
-ANSWERED = 'warmroute_replica_tokenize_results_total{result="answered"}'
-
-
-@dataclass
-class Serving:
-    """A replica, and a router before it."""
-
-    replica: Replica
-    router: Router
-
-    def metric(self, name: str) -> float:
-        """Return the sum of one of the router's metrics; ``name`` may have its first labels."""
-        samples = prometheus(f"{self.router.url}/metrics")
-        return sum(value for key, value in samples.items() if key.startswith(name))
 
 
 @pytest.fixture(scope="module")
-def serving(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """The replica renders chats as DeepSeek V3.2 wants them, not with the model's template."""
+def replica(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
+    """It renders chats as DeepSeek V3.2 wants them, not with the model's template."""
     directory = tmp_path_factory.mktemp("own-rendering")
     arguments = ["--tokenizer-mode", "deepseek_v32", "--enable-scale-out"]
     arguments += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     with ProcessGroup() as group:
-        replica = replica_on_free_ports(group, "own", model_dir, directory, vllm_args=arguments)
-        replica.start()
-        replica.wait_ready()
-        entry = {"url": replica.url, "agent_url": replica.agent_url, "instance_id": "own"}
-        settings = {"port": free_ports(1)[0], "replicas": [entry]}
-        router = Router(group, "router", directory, settings)
-        router.start()
-        made = Serving(replica, router)
-        wait_until("its tokens are compared", lambda: made.metric("warmroute_tokens_exact") == 1.0)
-        yield made
+        started = replica_on_free_ports(group, "own", model_dir, directory, vllm_args=arguments)
+        started.start()
+        started.wait_ready()
+        yield started
+
+
+@pytest.fixture
+async def router(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Running]:
+    """A router in this process, so that a slow machine can be waited for."""
+    for name in ("_LEAST_S", "_MOST_S"):
+        monkeypatch.setattr(f"router.prompt.replica_tokenizer.{name}", 60.0)
+    entry = ReplicaConfig(url=replica.url, agent_url=replica.agent_url, instance_id="own")
+    async with AsyncExitStack() as stack:
+        running = await run_router(stack, RouterConfig(port=0, replicas=(entry,)))
+        asked = running.parts.prompts.asked
+        await until(lambda: MODEL in asked())
+        yield running
+
+
+def answered(router: Running) -> int:
+    """Return how many prompts' tokens the replica has told."""
+    tokenizer = router.parts.prompts.replica_tokenizer
+    assert tokenizer is not None
+    return tokenizer.counts[Told.ANSWERED]
+
+
+async def post(url: str, body: dict[str, Any]) -> Any:
+    async with aiohttp.ClientSession() as session, session.post(url, json=body) as response:
+        assert response.status == 200, await response.text()
+        return await response.json()
 
 
 def text(seed: int, chars: int = 9000) -> str:
@@ -72,21 +75,19 @@ def user(content: str) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def test_its_chats_are_matched_by_its_own_tokens(serving: Serving) -> None:
-    names = (ANSWERED, "warmroute_matched_tokens_total", "warmroute_prompt_tokens_total")
-    before = [serving.metric(name) for name in names]
+async def test_its_chats_are_matched_by_its_own_tokens(router: Running) -> None:
+    assert router.parts.prompts.inexact() == {MODEL: None}
     messages = [user(text(1))]
     body = {"model": MODEL, "messages": messages, "max_tokens": 2}
-    first = call(f"{serving.router.url}/v1/chat/completions", body, timeout_s=300)
+    first = await post(router.url + CHAT, body)
     messages += [first["choices"][0]["message"], user("And then?")]
-    second = call(f"{serving.router.url}/v1/chat/completions", body, timeout_s=300)
-    after = [serving.metric(name) for name in names]
-    asked, matched, prompts = (new - old for new, old in zip(after, before, strict=True))
+    second = await post(router.url + CHAT, body)
+    assert answered(router) == 2
     whole = first["usage"]["prompt_tokens"] // BLOCK_TOKENS * BLOCK_TOKENS
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= whole
-    assert asked == 2 and matched >= whole > 0, "the router knew it"
-    counted = [each["usage"]["prompt_tokens"] for each in (first, second)]
-    assert prompts == sum(counted), "and how long each prompt is"
+    record = await router.record(2)
+    assert record.is_exact and record.prompt_tokens == second["usage"]["prompt_tokens"]
+    assert sum(record.matched_tokens.values()) >= whole > 0, "the router knew it"
 
 
 BODIES: dict[str, dict[str, Any]] = {
@@ -108,13 +109,14 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_what_it_tells_is_what_it_computes(serving: Serving, name: str) -> None:
+async def test_what_it_tells_is_what_it_computes(
+    router: Running, replica: Replica, name: str
+) -> None:
     """By the tokens that vLLM's /render gives for the request, and the count of the answer."""
     body = {"model": MODEL, "max_tokens": 1, **BODIES[name]}
-    rendered = call(f"{serving.replica.url}/v1/chat/completions/render", body)["token_ids"]
-    names = (ANSWERED, "warmroute_prompt_tokens_total")
-    before = [serving.metric(name) for name in names]
-    answer = call(f"{serving.router.url}/v1/chat/completions", body, timeout_s=300)
-    after = [serving.metric(name) for name in names]
+    rendered = (await post(f"{replica.url}{CHAT}/render", body))["token_ids"]
+    prompt = await router.parts.prompts.read(CHAT, body, 0, MODEL, is_cut=False)
+    assert prompt.exact and list(prompt.token_ids or ()) == rendered
+    answer = await post(router.url + CHAT, body)
     assert answer["usage"]["prompt_tokens"] == len(rendered)
-    assert [new - old for new, old in zip(after, before, strict=True)] == [1, len(rendered)]
+    assert answered(router) == 1, "the request needed no second question"

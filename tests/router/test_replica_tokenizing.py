@@ -56,6 +56,17 @@ class Rendering:
             each.will(self.act(chat or json_answer(CHAT_ANSWER)))
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow machine changes nothing; the test of a replica that hangs is not patient."""
+    set_limit(monkeypatch, 30.0)
+
+
+def set_limit(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    for name in ("_LEAST_S", "_MOST_S"):
+        monkeypatch.setattr(f"router.prompt.replica_tokenizer.{name}", seconds)
+
+
 @pytest.fixture
 def rendering(tmp_path: Path) -> Rendering:
     return Rendering(tmp_path)
@@ -111,10 +122,7 @@ async def test_a_client_that_leaves_meanwhile(
     fleet: Fleet,
     client: aiohttp.ClientSession,
     rendering: Rendering,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("router.prompt.replica_tokenizer._LEAST_S", 30.0)
-    monkeypatch.setattr("router.prompt.replica_tokenizer._MOST_S", 30.0)
     rendering.serve(fleet.one, fleet.two)
     router = await fleet.router()
     rendering.hangs = True
@@ -136,8 +144,10 @@ async def test_a_replica_that_does_not_tell_delays_nothing_for_long(
     fleet: Fleet,
     client: aiohttp.ClientSession,
     rendering: Rendering,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Requests are answered all the same, and matched by text."""
+    set_limit(monkeypatch, 0.1)
     rendering.serve(fleet.one, fleet.two)
     router = await fleet.router()
     rendering.hangs = True

@@ -196,6 +196,8 @@ async def test_replicas_tokenize_for_a_router_without_the_tokenizer(
     caplog.set_level(logging.INFO)
     monkeypatch.setattr("router.faults._EVERY_S", 0.0)
     monkeypatch.setattr("router.prompt.replica_tokenizer._LEAST_CHARS", 0)
+    for name in ("_LEAST_S", "_MOST_S"):
+        monkeypatch.setattr(f"router.prompt.replica_tokenizer.{name}", 30.0)
     for path in apart.tokenizer.iterdir():
         path.unlink()
     router = await apart.router()

@@ -53,6 +53,17 @@ class Asker:
         return dict(self.asker.counts)
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow machine changes nothing; a test of replicas that hang is not patient."""
+    set_limit(monkeypatch, 30.0)
+
+
+def set_limit(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    for name in ("_LEAST_S", "_MOST_S"):
+        monkeypatch.setattr(f"router.prompt.replica_tokenizer.{name}", seconds)
+
+
 @pytest.fixture
 async def stack() -> AsyncIterator[AsyncExitStack]:
     async with AsyncExitStack() as stack:
@@ -127,8 +138,6 @@ async def test_what_is_sent_and_held_is_bounded(
     assert await asker.asker.tokens(question("\ud800"), asker.loads, "kind", 0) is None
     assert one.seen == []
     monkeypatch.setattr("router.prompt.replica_tokenizer._MOST_HELD_BYTES", 30_000)
-    monkeypatch.setattr("router.prompt.replica_tokenizer._LEAST_S", 30.0)
-    monkeypatch.setattr("router.prompt.replica_tokenizer._MOST_S", 30.0)
     one.will(hang)
     first = asyncio.create_task(asker.ask("a" * 19_000))
     await eventually(lambda: bool(one.seen))
@@ -141,8 +150,6 @@ async def test_what_is_sent_and_held_is_bounded(
 async def test_few_questions_are_under_way_at_a_time(
     asker: Asker, one: Scripted, monkeypatch: pytest.MonkeyPatch, eventually: Wait
 ) -> None:
-    monkeypatch.setattr("router.prompt.replica_tokenizer._LEAST_S", 30.0)
-    monkeypatch.setattr("router.prompt.replica_tokenizer._MOST_S", 30.0)
     gate = asyncio.Event()
 
     async def wait(request: web.Request) -> web.StreamResponse:
@@ -158,19 +165,24 @@ async def test_few_questions_are_under_way_at_a_time(
 
 
 async def test_questions_that_fail_together_count_as_one_failure(
-    asker: Asker, one: Scripted
+    asker: Asker, one: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    set_limit(monkeypatch, 0.1)
     one.will(hang)
     assert await asyncio.gather(*(asker.ask(str(at)) for at in range(10))) == [None] * 10
     assert asker.counts == {Told.LATE: 10}
     assert asker.asker.answers(one.url)
+    set_limit(monkeypatch, 30.0)
     one.will(ANSWER)
     asker.now_s += 5.0
     assert await asker.ask("after the shortest pause") == TOKENS
 
 
-async def test_a_replica_that_hangs_is_left_alone(asker: Asker, one: Scripted) -> None:
+async def test_a_replica_that_hangs_is_left_alone(
+    asker: Asker, one: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The prompts meanwhile are not delayed; after a pause one of them finds out."""
+    set_limit(monkeypatch, 0.1)
     one.will(hang)
     assert await asker.ask("first") is None
     assert asker.asker.answers(one.url), "one failure says little"
@@ -186,6 +198,7 @@ async def test_a_replica_that_hangs_is_left_alone(asker: Asker, one: Scripted) -
     asker.now_s += 1.0
     assert await asker.ask("fifth") is None
     assert len(one.seen) == 3 and not asker.asker.answers(one.url)
+    set_limit(monkeypatch, 30.0)
     one.will(ANSWER)
     asker.now_s += 20.0
     assert await asker.ask("fifth") == TOKENS
@@ -232,8 +245,6 @@ BAD_ANSWERS: tuple[Any, ...] = (
 async def test_nonsense_is_no_answer(
     asker: Asker, one: Scripted, act: Act, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.prompt.replica_tokenizer._LEAST_S", 30.0)
-    monkeypatch.setattr("router.prompt.replica_tokenizer._MOST_S", 30.0)
     one.will(act)
     assert await asker.ask() is None
     assert asker.counts == {Told.FAILED: 1}
@@ -262,8 +273,6 @@ async def test_a_client_that_leaves_ends_its_question(
     asker: Asker, one: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another client with the same prompt is not affected."""
-    monkeypatch.setattr("router.prompt.replica_tokenizer._LEAST_S", 30.0)
-    monkeypatch.setattr("router.prompt.replica_tokenizer._MOST_S", 30.0)
     one.will(hang, ANSWER)
     leaves = asyncio.create_task(asker.ask())
     await one.arrived.wait()
