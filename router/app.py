@@ -293,7 +293,7 @@ def _controller(
 
 
 def _tokenizing_replicas(fleet: Fleet) -> list[TokenizingReplica]:
-    """Return the replicas that may be asked for a prompt's tokens: those that are well."""
+    """Return the replicas that may be asked for a prompt's tokens."""
     return [
         TokenizingReplica(
             url=each.config.url,

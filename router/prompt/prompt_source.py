@@ -215,16 +215,14 @@ class PromptSource:
     ) -> bool:
         """Compare tokens of these models with a replica's; whether all are known to be equal."""
         readers = {self.reader_for(model.id) for model in models}
-        agree = []
+        replica, agree = self._replicas[url], []
         for reader in readers:
-            is_vllm = self._replicas[url].version is not None
-            if reader.has_tokenizer or (self._config.ask_replicas and is_vllm):
+            if reader.has_tokenizer or replica.version is not None:
                 before = reader.answers(url)
                 agree.append(await reader.verify(session, url, headers=headers))
-                is_other = before not in ((None, None), reader.answers(url))
-                if (is_other and reader.asked()) or (
-                    before == (None, None) and reader.deviates(url)
-                ):
+                is_new = before == (None, None)
+                has_changed = not is_new and reader.answers(url) != before
+                if reader.asked() and (has_changed or (is_new and reader.deviates(url))):
                     self._compare_others(url)
         return all(agree) and all(each.has_tokenizer for each in readers)
 

@@ -44,7 +44,7 @@ _PER_CHAR_S: Final = 2.5e-6
 """Ten microseconds for a token, a tenth of its prefill at 10,000 tokens/s."""
 _MOST_S: Final = 1.0
 _FAILURES: Final = 3
-"""A replica with so many failures in a row does not answer, as far as can be known."""
+"""After this many failures in a row, a replica counts as one that does not answer."""
 _FAILED_S: Final = 600.0
 """For how long that counts, if no question follows."""
 _FIRST_PAUSE_S: Final = 5.0
