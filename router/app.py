@@ -33,8 +33,9 @@ from router.config.settings import ReplicaTlsConfig, RouterConfig, TlsConfig
 from router.faults import FaultReport
 from router.feeds.feeds import Feeds
 from router.feeds.health_monitor import HealthMonitor
+from router.feeds.replica_answers import authorization
 from router.fleet.fleet import Fleet
-from router.fleet.replica import Replica
+from router.fleet.replica import Replica, ReplicaState
 from router.lmcache.controller import Controller
 from router.lmcache.instance_registry import ConfiguredInstance
 from router.lmcache.lmcache import Lmcache
@@ -42,7 +43,8 @@ from router.membership.discovery import Discovery
 from router.membership.membership import Membership, Source
 from router.membership.reload import ConfigFile, Reload
 from router.policy import METHODS, PROMPTED, Plane
-from router.prompt.prompt_reader import PromptSource
+from router.prompt.prompt_source import PromptSource
+from router.prompt.replica_tokenizer import TokenizingReplica
 from router.proxy.lifecycle import RequestLifecycle
 from router.proxy.proxy import Proxy, Retries
 from router.proxy.upstream import FirstByteWaits, client_session
@@ -173,10 +175,12 @@ def make_parts(
     reload = Reload(
         config, file, _live(fleet, members, access, lifecycle, tls=tls, replica_tls=replica_tls)
     )
+    prompts.ask_replicas(session, partial(_tokenizing_replicas, fleet))
     metrics = Metrics(
         *(fleet, sizes, lmcache.counts, access.refused, reload.counts),
         dropped=exports.dropped,
         inexact=prompts.inexact,
+        asked=prompts.replica_tokenizer,
         kv_behind_s=feeds.kv_behind_s,
     )
     records.add(metrics)
@@ -286,6 +290,19 @@ def _controller(
         lmcache=lmcache,
         guards_monitor=config.discovery.registration or others_reach_it,
     )
+
+
+def _tokenizing_replicas(fleet: Fleet) -> list[TokenizingReplica]:
+    """Return the replicas that may be asked for a prompt's tokens."""
+    return [
+        TokenizingReplica(
+            url=each.config.url,
+            load=each.in_flight + each.others_waiting + each.others_running,
+            headers=authorization(each.config),
+        )
+        for each in fleet.replicas.values()
+        if each.state is ReplicaState.UP and not (each.is_held_off or each.is_overdue)
+    ]
 
 
 def _sizes(fleet: Fleet, admission: AdmissionController, lmcache: Lmcache) -> dict[str, int]:

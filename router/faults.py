@@ -11,7 +11,7 @@ from typing import Final
 
 from router.fleet.fleet import Fleet
 from router.fleet.replica import ReplicaState
-from router.prompt.prompt_reader import PromptSource
+from router.prompt.prompt_source import PromptSource
 
 log = logging.getLogger("warmroute.faults")
 
@@ -30,13 +30,14 @@ class FaultReport:
         self._fleet = fleet
         self._prompts = prompts
         self._due_s = -inf
+        self._asked: dict[str, str] = {}
         self._since_s: dict[str, float] = {}
         self._logged_s: dict[str, float] = {}
 
     def tokens(self) -> dict[str, str]:
-        """Return for each model ``exact``, or why its prompts' tokens are not."""
-        inexact = self._prompts.inexact()
-        return {model: "exact" if why is None else why for model, why in inexact.items()}
+        """Return for each model ``exact``, why replicas tokenize its prompts, or what is wrong."""
+        asked, inexact = self._prompts.asked(), self._prompts.inexact()
+        return {model: why or asked.get(model, "exact") for model, why in inexact.items()}
 
     def found(self) -> dict[str, str]:
         """Return what is wrong, by the model or the replica that it is about."""
@@ -56,6 +57,9 @@ class FaultReport:
         if now_s < self._due_s:
             return
         self._due_s = now_s + _EVERY_S
+        asked, self._asked = self._asked, self._prompts.asked()
+        for model in self._asked.keys() - asked.keys():
+            log.info("model '%s': %s", model, self._asked[model])
         faults = self.found()
         self._since_s = {about: self._since_s.get(about, now_s) for about in faults}
         for about, since_s in self._since_s.items():

@@ -14,7 +14,8 @@ from router.api.access import GRANT, Access
 from router.api.explanation import explanation
 from router.config.settings import RouterConfig
 from router.faults import FaultReport
-from router.feeds.health_monitor import HealthMonitor, fetch_models
+from router.feeds.health_monitor import HealthMonitor
+from router.feeds.replica_answers import fetch_models
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica, ReplicaState
 from router.membership.reload import Reload

@@ -260,6 +260,12 @@ class TokenizerConfig:
     memo_bytes: int = setting(64 * MIB, at_least=0)
     """Memory for tokenized texts, so that the next turn of a conversation only tokenizes its new
     text."""
+    ask_replicas: bool = True
+    """Ask a replica for the tokens (``POST /tokenize``) of each prompt that the router cannot
+    tokenize exactly, because the tokenizer is missing or another, or because vLLM renders the chats
+    in its own code. Not asked about are prompts of less than 8,192 characters, and those with
+    images, audio or video. Without an answer within 0.1 to 1 s, by the prompt's length, the prompt
+    is matched by its text."""
     chat_template: str | None = None
     """A template file, for replicas that run with ``--chat-template``."""
 

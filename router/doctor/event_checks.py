@@ -17,13 +17,13 @@ from router.doctor.findings import Section
 from router.doctor.http_probe import ProbeError, send
 from router.doctor.replica_checks import CheckContext, Examined, hash_in_words
 from router.feeds.feeds import KvFeed
-from router.feeds.health_monitor import authorization, engines, fetch
 from router.feeds.kv_subscriber import KvEndpoints, KvSubscriber
+from router.feeds.replica_answers import authorization, engines, fetch
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica
 from router.index.kv_events import BlocksStored, KvBatch, KvEventFormatError, KvEventReader
 from router.index.prompt_keys import KvTier, PromptKeyCache
-from router.prompt.prompt_reader import PromptSource
+from router.prompt.prompt_source import PromptSource
 from warmroute_common.command_line import counted
 from warmroute_common.connection_errors import connection_problem
 from warmroute_common.tasks import end_all

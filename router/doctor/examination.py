@@ -25,10 +25,10 @@ from router.doctor.replica_checks import (
     hash_in_words,
 )
 from router.feeds.feeds import KvFeed
-from router.feeds.health_monitor import served_models
 from router.feeds.kv_receiver import KvReceiver
+from router.feeds.replica_answers import served_models
 from router.fleet.fleet import Fleet
-from router.prompt.prompt_reader import PromptSource
+from router.prompt.prompt_source import PromptSource
 from warmroute_common.addresses import is_loopback, join_host_port, reachable
 from warmroute_common.admin_token import admin_token_headers
 from warmroute_common.agent_protocol import InstanceInfo

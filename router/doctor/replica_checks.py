@@ -11,12 +11,12 @@ from router.config.settings import ReplicaConfig, RouterConfig
 from router.doctor.findings import Section
 from router.doctor.http_probe import HttpAnswer, ProbeError, get
 from router.feeds.feeds import KvFeed
-from router.feeds.health_monitor import authorization, model_entries, served_models
 from router.feeds.kv_receiver import KvReceiver
+from router.feeds.replica_answers import authorization, model_entries, served_models
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica
 from router.lmcache.server_client import LmcacheServerClient, LmcacheServerError
-from router.prompt.prompt_reader import PromptSource
+from router.prompt.prompt_source import PromptSource
 from router.prompt.token_trust import HANGS
 from warmroute_common.agent_protocol import InstanceInfo, TierInfo
 from warmroute_common.fleet_secret import HOW_TO_SET, FleetSecret
@@ -287,16 +287,23 @@ async def check_tokens(
     )
     readers = {prompts.reader_for(each) for each in seen.models}
     known = [each for each in readers if each.has_tokenizer]
-    if len(known) < len(readers):
+    why_asked = next(filter(None, map(prompts.asked().get, seen.models)), None)
+    if len(known) < len(readers) and why_asked is None:
         _report_missing(seen, prompts)
+    report = section.problem if why_asked is None else section.note
+    then = "prompts are matched by text" if why_asked is None else "replicas are asked for tokens"
     results = [each.compared(url) for each in known]
     texts, chats = [text for text, _ in results], [chat for _, chat in results]
-    if False in texts:
-        found = "its tokens of a text differ from the router's: prompts are matched by text"
-        section.problem("tokens", found, _TEXT_FIX)
+    if any(each.deviates(url) for each in readers):
+        found = "its tokens differ from those of other replicas: prompts are matched by text there"
+        section.problem("tokens", found, "run one version of vLLM, with one --chat-template")
+    elif False in texts:
+        report("tokens", f"its tokens of a text differ from the router's: {then}", _TEXT_FIX)
     elif False in chats:
-        found = "its tokens of a chat differ from the router's: prompts are matched by text"
-        section.problem("chat-template", found, _CHAT_FIX)
+        found = f"its tokens of a chat differ from the router's: {then}"
+        report("chat-template", found, _CHAT_FIX)
+    elif why_asked is not None:
+        section.note("tokenizer", why_asked)
     elif HANGS in [each.not_compared(url) for each in known]:
         section.problem("tokens", f"it hangs: its {HANGS}", "see its log, or restart it")
     elif None in texts:

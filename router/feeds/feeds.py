@@ -18,9 +18,9 @@ import msgspec
 import zmq
 
 from router.agent_client import AgentClient, AgentError, HistoryGoneError
-from router.feeds.health_monitor import fetch
 from router.feeds.kv_receiver import KvReceiver
 from router.feeds.kv_subscriber import KvEndpoints, KvSubscriber, until_first
+from router.feeds.replica_answers import fetch
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica
 from router.index.kv_events import KvBatch, KvEventFormatError, KvEventReader

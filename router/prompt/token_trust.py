@@ -2,11 +2,13 @@
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import aiohttp
+import xxhash
 
 _log = logging.getLogger("warmroute.prompt")
 
@@ -73,6 +75,12 @@ CHAT_PROBES: Final[Sequence[Mapping[str, Any]]] = (
 )
 
 
+TOKENIZE: Final = "/tokenize"
+RENDER_CHAT: Final = "/v1/chat/completions/render"
+"""vLLM has it if it was started with ``--enable-scale-out``."""
+_REFUSALS: Final = (400, 422)
+_ABSENT: Final = (403, 404, 405, 501)
+"""What vLLM answers at a path that it does not have, or that it was not started with."""
 _ANSWER_S: Final = 5.0
 """For one probe at a replica: it takes milliseconds."""
 HANGS: Final = "/tokenize does not answer in time"
@@ -89,42 +97,79 @@ class Trust(StrEnum):
     """Every replica that was asked gave other tokens: not used."""
 
 
+class Comparison(NamedTuple):
+    """What came of the probes of one kind at a replica."""
+
+    equal: bool | None
+    """Whether all tokens are ours; None where there was nothing to compare."""
+    answers: int | None
+    """What tells its answers from others; None if it gave none."""
+    max_model_len: int | None
+    """The tokens of its context, if it told them."""
+
+
 class Agreement:
     """Which replicas gave a reader's tokens for one kind of prompt: text or chat."""
 
     def __init__(self, by_files: Trust) -> None:
         """``by_files`` is what counts as long as no replica was asked; REFUTED stays."""
         self._by_files = by_files
-        self._equal: dict[str, bool] = {}
+        self._found: dict[str, Comparison] = {}
 
     @property
     def trust(self) -> Trust:
         """How far the tokens equal the replicas', except for replicas that differ (`differs`)."""
-        if self._by_files is Trust.REFUTED or not self._equal:
+        compared = any(each.equal is not None for each in self._found.values())
+        if self._by_files is Trust.REFUTED or not compared:
             return self._by_files
         return Trust.EXACT if self.is_confirmed else Trust.REFUTED
 
     @property
     def is_confirmed(self) -> bool:
         """Whether a replica has given equal tokens."""
-        return any(self._equal.values())
+        return any(each.equal for each in self._found.values())
 
-    def note(self, replica_url: str, equal: bool | None) -> None:
-        """Note what came of a comparison (None: there was nothing to compare)."""
-        if equal is not None:
-            self._equal[replica_url] = equal
+    def note(self, replica_url: str, found: Comparison) -> None:
+        """Note what came of a comparison."""
+        if found.equal is not None or found.answers is not None:
+            self._found[replica_url] = found
 
     def is_equal(self, replica_url: str) -> bool | None:
         """Whether this replica gave equal tokens; None where that was not found out."""
-        return self._equal.get(replica_url)
+        found = self._found.get(replica_url)
+        return None if found is None else found.equal
 
     def forget(self, replica_url: str) -> None:
         """Forget a replica: it serves something else now."""
-        self._equal.pop(replica_url, None)
+        self._found.pop(replica_url, None)
 
     def differs(self, replica_url: str) -> bool:
         """Whether this replica gave other tokens than the ones that are used."""
-        return self.trust is not Trust.REFUTED and self._equal.get(replica_url) is False
+        return self.trust is not Trust.REFUTED and self.is_equal(replica_url) is False
+
+    # Replicas among themselves, whatever our tokens are
+
+    def answers(self, replica_url: str) -> int | None:
+        """Return what tells a replica's answers from others; None if it gave none."""
+        found = self._found.get(replica_url)
+        return None if found is None else found.answers
+
+    @property
+    def usual(self) -> int | None:
+        """The answers that most replicas gave; None if none gave any."""
+        counted = Counter(each.answers for each in self._found.values() if each.answers is not None)
+        return max(counted, key=counted.__getitem__, default=None)
+
+    def alike(self) -> Collection[str]:
+        """Return the replicas that gave the usual answers."""
+        usual = self.usual
+        if usual is None:
+            return ()
+        return {url for url, each in self._found.items() if each.answers == usual}
+
+    def deviates(self, replica_url: str) -> bool:
+        """Whether this replica gave other answers than most."""
+        return self.answers(replica_url) not in (None, self.usual)
 
 
 async def compare(
@@ -132,47 +177,54 @@ async def compare(
     replica_url: str,
     probes: Sequence[Mapping[str, Any]],
     ours: Callable[[Mapping[str, Any]], list[int] | None],
-    headers: Mapping[str, str] | None,
-) -> tuple[bool | None, int | None]:
-    """Compare ``ours(probe)`` with the replica's ``POST /tokenize`` of each probe.
+    *,
+    path: str = TOKENIZE,
+    headers: Mapping[str, str] | None = None,
+) -> Comparison:
+    """Compare ``ours(probe)`` with what the replica answers at ``path`` for each probe.
 
-    Returns whether all are equal, None where nothing could be compared, and the tokens of the
-    replica's context, if it told them. Probes that we have no tokens for, or that the replica
-    refuses (a template need not take every role), are left out. Raises what aiohttp raises,
-    TimeoutError, and ValueError or KeyError when the answer is not one of /tokenize.
+    Probes that the replica refuses (a template need not take every role), or that we have no tokens
+    for, are not compared. Raises what aiohttp raises, TimeoutError, and ValueError or KeyError when
+    the answer is not one of ``/tokenize``. A replica need not have another ``path``.
     """
-    url = f"{replica_url.rstrip('/')}/tokenize"
+    url = f"{replica_url.rstrip('/')}{path}"
     timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
     # The router's session adds none by itself, and without it vLLM answers 400.
     typed = {**(headers or {}), "Content-Type": "application/json"}
     equal: bool | None = None
     max_model_len: int | None = None
-    for probe in probes:
-        expected = ours(probe)
-        if expected is None:
-            continue
+    answers = xxhash.xxh3_64()
+    told = False
+    for at, probe in enumerate(probes):
         async with session.post(url, json=probe, headers=typed, timeout=timeout) as response:
-            if response.status in (400, 422):
+            if response.status in _REFUSALS or (path != TOKENIZE and response.status in _ABSENT):
                 continue
             response.raise_for_status()
             answer = await response.json()
+        if path != TOKENIZE and not (isinstance(answer, dict) and "token_ids" in answer):
+            continue  # older versions answer otherwise
         if not isinstance(answer, dict):
             raise ValueError("the answer is no object")
+        tokens = answer["tokens" if path == TOKENIZE else "token_ids"]
         max_model_len = answer.get("max_model_len")
-        equal = answer["tokens"] == expected
-        if not equal:
-            _report(url, probe, expected, answer["tokens"])
-            break
-    return equal, max_model_len
+        told = True
+        answers.update(json.dumps([at, tokens]).encode())
+        expected = ours(probe)
+        if expected is None:
+            continue
+        if tokens != expected and equal is not False:
+            _report(url, probe, expected, tokens)
+        equal = equal is not False and tokens == expected
+    return Comparison(equal, answers.intdigest() if told else None, max_model_len)
 
 
 def _report(url: str, probe: Mapping[str, Any], ours: list[int], theirs: list[int]) -> None:
     pairs = enumerate(zip(ours, theirs, strict=False))
     at = next((i for i, (mine, yours) in pairs if mine != yours), min(len(ours), len(theirs)))
     _log.error(
-        "%s: tokens differ from ours at %d of %d for %.200s; prompts of this kind are matched "
-        "by text there until they agree. Check tokenizer.path, and tokenizer.chat_template if "
-        "the replica runs with --chat-template",
+        "%s: tokens differ from ours at %d of %d for %.200s; ours are not used for prompts of this "
+        "kind there until they agree. Check tokenizer.path, and tokenizer.chat_template if the "
+        "replica runs with --chat-template",
         url,
         at,
         len(theirs),

@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 
 from tokenizers import AddedToken, Tokenizer
 
+from router.prompt.token_trust import RENDER_CHAT, TOKENIZE
 from warmroute_common.config_reader import ConfigError
 
 Json = dict[str, Any]
@@ -50,10 +51,14 @@ _QWEN2_PATTERN: Final = (
 _KINDS: Final = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _NAMED_TOKENS: Final = tuple(f"{kind}_token" for kind in _KINDS)
 
-# Models whose prompts vLLM makes without a chat template.
-_OWN_RENDERING: Final = frozenset(
-    {"gpt_oss", "deepseek_v32", "deepseek_v4", "deepseek_v41", "kimi_k3", "inkling"}
-)
+# Models whose prompts vLLM makes without a chat template, and where a replica tells their tokens.
+# /tokenize of 0.32 renders gpt_oss with its template, which chats do not use, and leaves
+# tool_choice and response_format out, which kimi_k3 renders.
+_OWN_RENDERING: Final[Mapping[object, str | None]] = {
+    "gpt_oss": RENDER_CHAT,
+    "kimi_k3": None,
+    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "deepseek_v41", "inkling"), TOKENIZE),
+}
 
 # Models whose processors put all media at the start of the prompt (``PromptInsertion`` in vLLM), or
 # change the text before the media.
@@ -185,6 +190,8 @@ class TokenizerFiles:
     """Why a replica's tokens may differ, or None."""
     chat_doubt: str | None
     """Why a replica's rendering of chats may differ, or None."""
+    chat_path: str | None = TOKENIZE
+    """Where a replica tells the tokens that it has for a chat; None: nowhere."""
     media_doubt: str | None = None
     """Why media may stand elsewhere than in their messages, or None."""
 
@@ -229,6 +236,7 @@ def load_directory(path: Path) -> TokenizerFiles:
         templates=_templates(path, config),
         doubt=how.doubt or beside,
         chat_doubt=f"vLLM renders {kind} in a way of its own" if kind in _OWN_RENDERING else None,
+        chat_path=_OWN_RENDERING.get(kind, TOKENIZE),
         media_doubt=f"{kind} has its media before the text" if kind in _MEDIA_AT_START else None,
     )
 

@@ -22,7 +22,7 @@ from router.fleet.in_flight import Ticket
 from router.index.prompt_keys import PromptKeyCache
 from router.policy import ParsedRequest, Plane, Policy
 from router.prompt.prompt import Prompt
-from router.prompt.prompt_reader import PromptSource
+from router.prompt.prompt_source import PromptSource
 from router.prompt.request_body import BodyBytes, off_loop
 from router.proxy.relay import NO_USAGE, Usage
 from router.record.records import Cause, FailedTry, Outcome, RecordReader, RequestRecord
@@ -407,14 +407,13 @@ class RequestLifecycle:
     async def _prompt(self, asked: ParsedRequest) -> Prompt | None:
         if not asked.has_prompt:
             return None
-        prompts = self._prompts
-        reader = prompts.text_reader if asked.is_cut else prompts.reader_for(asked.model)
         try:
-            return await reader.read(
+            return await self._prompts.read(
                 asked.endpoint,
                 dict(asked.fields),
                 len(asked.body),
-                self._prompts.max_model_len(asked.model),
+                asked.model,
+                is_cut=asked.is_cut,
             )
         except RecursionError:  # what can be parsed may be deeper than templates can walk
             raise BadRequestError("the body's values are nested too deeply") from None

@@ -4,10 +4,15 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.registry import Collector
 
 from router.fleet.breaker import Circuit
@@ -108,8 +113,9 @@ _GAUGES: Final = {
         ["replica", "part"],
     ),
     "tokens_exact": (
-        "1 if a model's prompts are matched by exact tokens; 0 if its tokenizer is missing, or its "
-        "tokens differ from a replica's or are not confirmed",
+        "1 if a model's prompts are matched by exact tokens, the router's own or those that "
+        "replicas tell; 0 if its tokenizer is missing, or its tokens differ from a replica's or "
+        "are not confirmed",
         ["model"],
     ),
     "kv_events_known": (
@@ -162,6 +168,25 @@ _DROPPED: Final = (
 )
 
 
+_TOLD: Final = (
+    "Prompts that the router could not tokenize exactly, by what came of asking a replica: "
+    "answered, remembered (from an equal prompt), refused, late, failed, not-asked (no replica "
+    "could be asked). All but the first two were matched by their text"
+)
+_ASKED_S: Final = "How long replicas took to tell a prompt's tokens, or not to"
+
+
+class AskedReplicas(Protocol):
+    """What replicas were asked for tokens (`router.prompt.replica_tokenizer.ReplicaTokenizer`)."""
+
+    asked: int
+    asked_s: float
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Questions, by how they ended."""
+
+
 class _Collected(Collector):
     """Metrics as they were when they were read."""
 
@@ -186,6 +211,7 @@ class Metrics(Collector):
         *,
         dropped: Callable[[], dict[str, int]] = dict,
         inexact: Callable[[], Mapping[str, str | None]] = dict,
+        asked: AskedReplicas | None = None,
         kv_behind_s: Callable[[], float] = float,
     ) -> None:
         """``sizes`` tells how many entries each bounded table holds, by its name; ``lmcache`` is
@@ -193,7 +219,8 @@ class Metrics(Collector):
         ``refused``: requests by key and what they were refused for; ``reloads``: how often
         the configuration was read again, by what came of it; ``dropped``: records of
         requests that could not be told, by where; ``inexact``: for each model why its tokens are
-        not exact, or None; and ``kv_behind_s``: `KvReceiver.behind_s`.
+        not exact, or None; ``asked``: what replicas were asked for tokens; and ``kv_behind_s``:
+        `KvReceiver.behind_s`.
         """
         self._fleet = fleet
         self._sizes = sizes
@@ -202,6 +229,7 @@ class Metrics(Collector):
         self._reloads = reloads
         self._dropped = dropped
         self._inexact = inexact
+        self._asked = asked
         self._kv_behind_s = kv_behind_s
         registry = self._registry = CollectorRegistry()
         self._rendering = asyncio.Lock()
@@ -308,7 +336,22 @@ class Metrics(Collector):
         dropped = CounterMetricFamily("warmroute_records_dropped", _DROPPED, labels=["where"])
         for where, count in self._dropped().items():
             dropped.add_metric([where], count)
-        return [*gauges.values(), openings, evicted, lmcache_events, refused, reloads, dropped]
+        others = (openings, evicted, lmcache_events, refused, reloads, dropped)
+        return [*gauges.values(), *others, *self._replica_tokenizing()]
+
+    def _replica_tokenizing(self) -> Iterable[Metric]:
+        if self._asked is None:
+            return
+        told = CounterMetricFamily("warmroute_replica_tokenize_results", _TOLD, labels=["result"])
+        for result, count in self._asked.counts.items():
+            told.add_metric([result], count)
+        yield told
+        yield SummaryMetricFamily(
+            "warmroute_replica_tokenize_seconds",
+            _ASKED_S,
+            count_value=self._asked.asked,
+            sum_value=self._asked.asked_s,
+        )
 
     def _label(self, replica_id: str | None) -> str:
         if replica_id is None:

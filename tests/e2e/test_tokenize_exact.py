@@ -8,7 +8,8 @@ import pytest
 
 from router.agent_client import AgentClient
 from router.config.settings import TokenizerConfig
-from router.prompt.prompt_reader import PromptReader, PromptSource, ServedModel
+from router.prompt.prompt_reader import PromptReader
+from router.prompt.prompt_source import PromptSource, ServedModel
 from router.proxy.upstream import client_session
 from tests.e2e.serving import Replica
 

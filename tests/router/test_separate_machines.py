@@ -166,7 +166,7 @@ async def test_a_tokenizer_that_is_withheld_is_a_fault_everywhere(
     monkeypatch.setattr("router.faults._EVERY_S", 0.0)
     for path in apart.tokenizer.iterdir():
         path.unlink()
-    router = await apart.router()
+    router = await apart.router(ask_replicas=False)
     tokens = router.parts.faults.tokens
     await until(lambda: "tokenizer is missing" in tokens().get("sim", ""))
     await turns(router, client, 2)
@@ -179,10 +179,50 @@ async def test_a_tokenizer_that_is_withheld_is_a_fault_everywhere(
     names = ("url", "agent_url", "instance_id")
     entries = [{name: each[name] for name in names} for each in apart.where["replicas"]]
     port = int(router.url.rpartition(":")[2])
-    report = await examined(*entries, port=port, tokenizer={"cache_directory": str(apart.cache)})
+    settings = {"cache_directory": str(apart.cache), "ask_replicas": False}
+    report = await examined(*entries, port=port, tokenizer=settings)
     problems = found(report)
     assert "its tokenizer is missing" in problems["sim1", "tokenizer"]
     assert "the running router: model 'sim'" in problems["the router", "running"]
+
+
+async def test_replicas_tokenize_for_a_router_without_the_tokenizer(
+    apart: Apart,
+    client: aiohttp.ClientSession,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its prompts are matched by exact tokens, and that is information instead of a fault."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr("router.faults._EVERY_S", 0.0)
+    monkeypatch.setattr("router.prompt.replica_tokenizer._LEAST_CHARS", 0)
+    for name in ("_LEAST_S", "_MOST_S"):
+        monkeypatch.setattr(f"router.prompt.replica_tokenizer.{name}", 30.0)
+    for path in apart.tokenizer.iterdir():
+        path.unlink()
+    router = await apart.router()
+    tokens = router.parts.faults.tokens
+    await until(lambda: "replicas are asked for the tokens" in tokens().get("sim", ""))
+    first, *later = await turns(router, client, 4)
+    assert first["prompt"] == first["their_prompt"]
+    for before, each in pairwise([first, *later]):
+        assert each["prompt"] == each["their_prompt"]
+        whole = before["prompt"] - before["prompt"] % Shape().block_tokens
+        assert 0 < whole <= each["matched"] <= each["their_cached"]
+    assert all(each.is_exact for each in router.records)
+    body = await health(router, client)
+    assert body["faults"] == {}
+    assert "no tokenizer files" in body["tokens"]["sim"], "why it is not the router's own"
+    assert await metric(router, client, 'warmroute_tokens_exact{model="sim"} 1.0')
+    results = "warmroute_replica_tokenize_results_total"
+    assert await metric(router, client, f'{results}{{result="answered"}} 4.0')
+    assert await metric(router, client, "warmroute_replica_tokenize_seconds_count 4.0")
+    await until(lambda: "model 'sim': its tokenizer is missing" in caplog.text)
+    names = ("url", "agent_url", "instance_id")
+    entries = [{name: each[name] for name in names} for each in apart.where["replicas"]]
+    report = await examined(*entries, tokenizer={"cache_directory": str(apart.cache)})
+    assert found(report) == {}
+    assert "are asked for the tokens" in found(report, Level.NOTE)["sim1", "tokenizer"]
 
 
 async def test_doctor_on_another_machine_compares_with_the_agents_tokenizer(apart: Apart) -> None:
@@ -204,7 +244,7 @@ async def test_a_tokenizer_that_arrives_late_ends_the_fault(
     monkeypatch.setattr("router.faults._EVERY_S", 0.0)
     hidden = apart.tokenizer / "hidden.json"
     await asyncio.to_thread((apart.tokenizer / "tokenizer.json").rename, hidden)
-    router = await apart.router()
+    router = await apart.router(ask_replicas=False)
     await until(lambda: "model 'sim': its tokenizer" in caplog.text)
     await asyncio.to_thread(hidden.rename, apart.tokenizer / "tokenizer.json")
     monkeypatch.setattr("router.feeds.health_monitor._MODELS_EVERY_PROBES", 1)

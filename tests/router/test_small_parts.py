@@ -14,7 +14,7 @@ from router.fleet.fleet import Fleet
 from router.index.prefix_index import PrefixIndex
 from router.index.prompt_keys import KvTier
 from router.policy import Plane, Policy
-from router.prompt.prompt_reader import local_model
+from router.prompt.prompt_source import local_model
 from router.proxy.lifecycle import ResponseOwners
 
 

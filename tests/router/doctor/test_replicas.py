@@ -217,6 +217,9 @@ async def test_tokens_that_differ(tmp_path: Path) -> None:
         # Of one replica alone none agrees: the tokenizer is refuted, and said to be.
         one.tokens = lambda body: [1, 2, 3]
         report = await examined(entries[0])
+        assert ("one", "tokens") not in found(report)
+        assert "replicas are asked for tokens" in found(report, Level.NOTE)["one", "tokens"]
+        report = await examined(entries[0], tokenizer={"ask_replicas": False})
         assert "tokenizer.path" in found(report)["one", "tokens"]
         one.tokens = None
         report = await examined(entries[0])

@@ -17,7 +17,7 @@ from router.config.settings import ReplicaConfig, RouterConfig, TimeoutsConfig, 
 from router.feeds.health_monitor import HealthMonitor
 from router.fleet.cost_model import CostPart
 from router.fleet.fleet import Fleet
-from router.prompt.prompt_reader import PromptSource, ServedModel
+from router.prompt.prompt_source import PromptSource, ServedModel
 from router.prompt.tokenizer_store import TokenizerAgent
 from router.proxy.upstream import client_session
 from router.record.records import Cause

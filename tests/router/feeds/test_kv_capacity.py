@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.feeds.health_monitor import engines, kv_capacity
+from router.feeds.replica_answers import engines, kv_capacity
 
 TOLD = """# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge

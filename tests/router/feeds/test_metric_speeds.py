@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.feeds.health_monitor import vllm_counters
+from router.feeds.replica_answers import vllm_counters
 from router.fleet.cost_model import CostPart
 from router.fleet.counter_speeds import CounterSpeeds, Speed
 

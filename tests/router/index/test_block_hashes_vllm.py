@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from router.feeds.health_monitor import served_models
+from router.feeds.replica_answers import served_models
 from router.index.kv_events import (
     BlocksStored,
     FirstBlocks,

@@ -44,16 +44,28 @@ class Replica:
     def __init__(self, model: Path) -> None:
         self.reader = PromptReader.load(model)
         self.version = "1"
-        self.asked = 0
+        self.paths: list[str] = []
+        self.renders = 200
+        """The status of vLLM's ``/render``; 0: it answers as older versions do."""
         self.status = 200
         self.url = ""
 
+    @property
+    def asked(self) -> int:
+        """How often it was asked for tokens."""
+        return len(self.paths)
+
     async def tokenize(self, request: web.Request) -> web.Response:
-        self.asked += 1
+        self.paths.append(request.path)
         if self.status != 200:
             return web.json_response({}, status=self.status)
         prompt = self.reader.read_now("/tokenize", await request.json())
-        return web.json_response({"tokens": list(prompt.token_ids or ()), "max_model_len": 4096})
+        ids = list(prompt.token_ids or ())
+        if request.path == "/tokenize":
+            return web.json_response({"tokens": ids, "max_model_len": 4096})
+        if not self.renders:
+            return web.json_response([[], [{"prompt_token_ids": ids}]])
+        return web.json_response({"token_ids": ids}, status=self.renders)
 
     async def tell_version(self, request: web.Request) -> web.Response:
         return web.json_response({"version": self.version})
@@ -62,6 +74,7 @@ class Replica:
     async def serving(self) -> AsyncIterator[None]:
         app = web.Application()
         app.router.add_post("/tokenize", self.tokenize)
+        app.router.add_post("/v1/chat/completions/render", self.tokenize)
         app.router.add_get("/version", self.tell_version)
         async with TestServer(app) as server:
             self.url = str(server.make_url("")).rstrip("/")

@@ -13,7 +13,8 @@ import pytest
 
 from router.config.settings import TokenizerConfig
 from router.prompt.prompt import Prompt
-from router.prompt.prompt_reader import PromptReader, PromptSource, ServedModel
+from router.prompt.prompt_reader import PromptReader
+from router.prompt.prompt_source import PromptSource, ServedModel
 from router.proxy.upstream import client_session
 from tests.router.prompt.chat_shapes import TEMPLATES, USER
 from tests.router.prompt.helpers import Replica

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from router.prompt import anthropic, drafter
+from router.prompt import anthropic, drafter, prompt_input
 from router.prompt.request_body import (
     MAX_MEMBERS,
     MAX_VALUES,
@@ -93,7 +93,8 @@ def test_another_model_leaves_the_rest_as_it_was() -> None:
 def test_no_field_that_drafts_are_made_of_is_skipped() -> None:
     """Every name by which the drafter looks into a body."""
     sources = "".join(
-        Path(module.__file__ or "").read_text(encoding="utf-8") for module in (anthropic, drafter)
+        Path(module.__file__ or "").read_text(encoding="utf-8")
+        for module in (anthropic, drafter, prompt_input)
     )
     patterns = (
         r'\bbody(?:\.get\(|\[)"(\w+)"',
@@ -101,7 +102,12 @@ def test_no_field_that_drafts_are_made_of_is_skipped() -> None:
         r'_text_input\(body, "(\w+)"',
     )
     names = {name for each in patterns for name in re.findall(each, sources)}
-    names |= {*drafter._TOKENIZED, *drafter._EMBEDDED, *drafter._ANSWERED, *drafter._MEDIA_SETTINGS}
+    names |= {
+        *prompt_input._TOKENIZED,
+        *prompt_input._EMBEDDED,
+        *prompt_input._ANSWERED,
+        *drafter._MEDIA_SETTINGS,
+    }
     assert len(names) > 25
     body = dict.fromkeys(names, 1)
     assert prompt_fields(json.dumps(body).encode()) == body

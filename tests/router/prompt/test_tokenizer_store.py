@@ -12,7 +12,8 @@ import pytest
 
 from router.agent_client import AgentError
 from router.config.settings import ModelTokenizerConfig, TokenizerConfig
-from router.prompt.prompt_reader import PromptReader, PromptSource, ServedModel
+from router.prompt.prompt_reader import PromptReader
+from router.prompt.prompt_source import PromptSource, ServedModel
 from router.prompt.tokenizer_store import TokenizerStore, TokenizerStoreError
 from router.proxy.upstream import client_session
 from tests.router.prompt.chat_shapes import TEMPLATES, USER
@@ -184,7 +185,8 @@ async def test_several_models_have_several_tokenizers(
     """One configured for a name, whose adapters use it too; one of an agent; and one missing."""
     other = write_model(tmp_path / "other", llama3(), TEMPLATES["chatml"])
     named = {"named": ModelTokenizerConfig(path=str(other))}
-    router = Router(tmp_path, await stack.enter_async_context(client_session()), models=named)
+    session = await stack.enter_async_context(client_session())
+    router = Router(tmp_path, session, models=named, ask_replicas=False)
     first, second, third = [await started(stack, each) for each in (other, model, model)]
     adapter = ServedModel(id="lora", root="a/named", adapter_path="/a")
     await router.learn(first, ServedModel(id="named", root="a/named"), adapter, agent=None)
@@ -221,7 +223,8 @@ async def test_an_agent_that_fails_is_asked_again(
     tmp_path: Path, model: Path, stack: AsyncExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
     replica, agent = await started(stack, model), Agent.of(model)
-    router = Router(tmp_path, await stack.enter_async_context(client_session()))
+    session = await stack.enter_async_context(client_session())
+    router = Router(tmp_path, session, ask_replicas=False)
     served, agent.fails = ServedModel(id="m", root="a/model"), True
     for _ in range(3):
         await router.learn(replica, served, agent=agent)

@@ -94,9 +94,9 @@ async def test_parsed_values_are_charged_until_the_prompt_is_read(
     parsed: list[Mapping[str, Any]] = []
     read = PromptReader.read
 
-    async def reads(*given: Any) -> Prompt:
+    async def reads(*given: Any, **named: Any) -> Prompt:
         held.append(bodies.held_bytes)
-        return await read(*given)
+        return await read(*given, **named)
 
     async def admits(*given: Any, **more: Any) -> Any:
         held.append(bodies.held_bytes)

@@ -32,8 +32,8 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[object]]:
         seen.append(weakref.ref(asked))
         return asked
 
-    async def reads(*given: Any) -> Prompt:
-        prompt = await read(*given)
+    async def reads(*given: Any, **named: Any) -> Prompt:
+        prompt = await read(*given, **named)
         seen.append(weakref.ref(prompt))
         return prompt
 
