@@ -592,7 +592,7 @@ async def test_a_request_that_breaks_replicas_reaches_two_and_opens_no_breaker(
 async def test_a_replica_whose_streams_begin_with_errors_attracts_no_requests(
     gateway: Gateway, client: aiohttp.ClientSession, change: Any
 ) -> None:
-    """Envoy passes such an answer on; it is no success, and its time no time to a first token."""
+    """Envoy passes such an answer on; it is not a success, and its time is not a TTFT."""
     failing = b'data: {"error": {"message": "the engine is dead", "code": 500}}\n\n'
     gateway.one.will(stream(failing, b"data: [DONE]\n\n"))
     gateway.two.will(stream(*chat_events("a")))
