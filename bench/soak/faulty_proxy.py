@@ -58,7 +58,7 @@ class FaultyProxy:
         self._poisoned = poisoned
         self._rng = random.Random(f"proxy {seed} {port}")
         self._thirds: Counter[str] = Counter()
-        self._flaps = self._comments = self._errors = False
+        self._closes = self._flaps = self._comments = self._errors = False
         self._http: web.Server | None = None
         self._listener: asyncio.Server | None = None
 
@@ -86,19 +86,26 @@ class FaultyProxy:
 
     @asynccontextmanager
     async def flapping(self) -> AsyncIterator[None]:
-        """Refuse a third of the new connections, and reset a third of the others.
-
-        Open connections carry one more request.
-        """
+        """Refuse a third of the new connections, and reset a third of the others."""
         self._flaps = True
         toggling = asyncio.create_task(self._toggle())
         try:
-            yield
+            with self.closing():
+                yield
         finally:
             self._flaps = False
             toggling.cancel()
             await asyncio.gather(toggling, return_exceptions=True)
             await self.open()
+
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """Close each connection after one more answer, so that new ones are needed."""
+        self._closes = True
+        try:
+            yield
+        finally:
+            self._closes = False
 
     @contextmanager
     def sending_comments(self) -> Iterator[None]:
@@ -160,7 +167,7 @@ class FaultyProxy:
             headers = _kept(answer.headers)
             response = web.StreamResponse(status=answer.status, headers=headers)
             response.content_length = answer.content_length
-            if self._flaps:
+            if self._closes:
                 response.force_close()
             await response.prepare(request)
             async for part in answer.content.iter_any():

@@ -44,6 +44,8 @@ CALLED_DOWN: Final = " is down: "
 _READY_S: Final = 60.0
 _POLL_S: Final = 0.1
 _SPARE_FILES: Final = 3
+_MOST_IDLE: Final = 200
+_ACCEPTED_S: Final = 0.02
 _STOPPED_S: Final = 0.15
 _RUNS_S: Final = 0.05
 _STEP_S: Final = 0.025
@@ -312,7 +314,7 @@ class Front:
     async def no_files(self) -> AsyncIterator[None]:
         """Let the router or picker open no more files for the length of the block.
 
-        Idle clients take the few that it may still open.
+        Idle clients take the few that it may still open, and the ones that it closes meanwhile.
         """
         pid = self.pids["router"]
         limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
@@ -323,12 +325,11 @@ class Front:
         with contextlib.ExitStack() as clients:
             resource.prlimit(pid, resource.RLIMIT_NOFILE, (lower, limits[1]))
             try:
-                for _ in range(2 * _SPARE_FILES):
+                for _ in range(_MOST_IDLE):
                     clients.enter_context(socket.create_connection(address))
-                    await asyncio.sleep(_POLL_S)
-                    is_full = _open_files(pid).issuperset(range(lower))
-                    self.times_full += is_full
-                    if is_full:
+                    await asyncio.sleep(_ACCEPTED_S)
+                    if _open_files(pid).issuperset(range(lower)):
+                        self.times_full += 1
                         break
                 yield
             finally:

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -164,7 +165,7 @@ async def _inject_faults(
             case ReplicaFault.POISON:
                 await _poison(replicas, front, ledger)
             case ReplicaFault.NO_FILES:
-                await _no_files(front, ledger, fault.lasts_s)
+                await _no_files(replicas, front, ledger, fault.lasts_s)
             case _:
                 replica = replicas[fault.target]
                 if fault.kind in OF_PROXY and replica not in front.replicas:
@@ -193,9 +194,13 @@ async def _poison(replicas: Sequence[Replica], front: Front, ledger: Ledger) -> 
             await each.ready()
 
 
-async def _no_files(front: Front, ledger: Ledger, lasts_s: float) -> None:
+async def _no_files(
+    replicas: Sequence[Replica], front: Front, ledger: Ledger, lasts_s: float
+) -> None:
     since = front.log.stat().st_size
-    with ledger.fault(None, ReplicaFault.NO_FILES):
+    with ledger.fault(None, ReplicaFault.NO_FILES), ExitStack() as closing:
+        for each in replicas:
+            closing.enter_context(each.proxy.closing())
         async with front.no_files():
             await asyncio.sleep(lasts_s)
     ledger.called_down += front.called_down(since)

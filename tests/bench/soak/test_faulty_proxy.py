@@ -3,7 +3,7 @@
 import asyncio
 import re
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,6 +129,17 @@ async def test_flapping_connections_are_refused_or_reset_and_some_work() -> None
         assert found == {"works", "refused", "reset"}
         assert at.proxy.effects[RESET]
         assert {await at.ask() for _ in range(5)} == {WHOLE}
+
+
+async def test_a_closing_proxy_answers_and_needs_a_new_connection_each_time() -> None:
+    async with setting() as at:
+        closes = []
+        for closing in (at.proxy.closing(), nullcontext()):
+            with closing:
+                async with at.client.post(at.url, json={}) as response:
+                    assert await response.read() == WHOLE
+                    closes.append(response.headers.get("Connection") == "close")
+        assert closes == [True, False]
 
 
 async def test_comments_stand_between_events_and_some_streams_have_nothing_else() -> None:
