@@ -26,6 +26,22 @@ def positive(text: str) -> int:
     return number
 
 
+def shown_command(prog: str, argv: Sequence[str]) -> str:
+    """Return a command as results show it: without directories outside of the tree."""
+    return shlex.join(["python", "-m", prog, *map(_shown, argv)])
+
+
+def _shown(argument: str) -> str:
+    option, equals, value = "", "", argument
+    if argument.startswith("--"):
+        option, equals, value = argument.partition("=")
+    path = Path(value)
+    if not path.is_absolute():
+        return argument
+    shown = path.relative_to(_ROOT) if path.is_relative_to(_ROOT) else path.name
+    return f"{option}{equals}{shown}"
+
+
 def origin(prog: str, argv: Sequence[str], json_path: Path | None) -> dict[str, object]:
     """Return what a result says of where it comes from: its command and the machine.
 
@@ -33,7 +49,7 @@ def origin(prog: str, argv: Sequence[str], json_path: Path | None) -> dict[str, 
     """
     if json_path is not None:
         Tree(_ROOT).require_clean()
-    return {"command": shlex.join(["python", "-m", prog, *argv]), "machine": machine()}
+    return {"command": shown_command(prog, argv), "machine": machine()}
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from warmroute_common.keys import HashScheme
 BLOCK_TOKENS: Final = 64
 CHUNK_TOKENS: Final = 256
 _DATA: Final = b"data: "
+_DONE: Final = _DATA + b"[DONE]"
 _ERROR_NAME: Final = b"event: error\n"
 
 
@@ -93,6 +94,8 @@ class StreamCheck:
         self._broken = b""
         """An event that is cut in half: only an error event may come after it."""
         self._finished = self._used = self._done = self._failed = False
+        self.has_content = False
+        """Whether more than comments and an error has come."""
 
     def feed(self, data: bytes) -> None:
         """Take the next bytes; raise `WrongAnswerError`."""
@@ -109,15 +112,20 @@ class StreamCheck:
         return End.SHORT
 
     def _take(self, event: bytes) -> None:
+        if event.startswith(b":") and not self._broken:
+            return
         parsed = self._json(event)
         is_error = parsed is not None and "error" in parsed
-        # The end of the transfer itself may be missing where all events have come.
-        if self._failed or (self._done and not is_error):
+        # The end of the transfer itself may be missing where all events have come, and vLLM ends
+        # a stream with [DONE] after an error, too.
+        may_come = event == _DONE and not self._done if self._failed else is_error or not self._done
+        if not may_come:
             raise WrongAnswerError(f"after the end came {event[:200]!r}")
         if not event and not self._broken:
             raise WrongAnswerError("an empty event")
-        if event == _DATA + b"[DONE]":
-            self._check_end()
+        if event == _DONE:
+            if not self._failed:
+                self._check_end()
             self._done = True
         elif is_error:
             self._failed = True
@@ -144,6 +152,7 @@ class StreamCheck:
             raise WrongAnswerError(
                 f"an event of {parsed['id']} in the stream of {expected.answer_id}"
             )
+        self.has_content = True
         if not parsed["choices"]:
             _check_usage(expected, parsed["usage"])
             self._used = True

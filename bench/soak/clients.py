@@ -6,7 +6,7 @@ import random
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -22,6 +22,7 @@ from bench.soak.answers import (
     WrongAnswerError,
     check_whole,
 )
+from bench.soak.faulty_proxy import POISON
 from bench.soak.fleet import ReplicaFault, instance_id
 from simulator.openai_prompts import NUM_WORDS, text_of
 
@@ -45,6 +46,8 @@ _LEAVES_AFTER_S: Final = 3.0
 _UNREAD_S: Final = 12.0
 _SLOW_PAUSE_S: Final = 0.2
 _HELD_S: Final = 90.0
+_POISON_S: Final = 60.0
+_ENVOY_RETRIED: Final = "retried and the latest reset reason"
 _BODY_PIECES: Final = 8
 _BODY_PAUSE_S: Final = 0.4
 _READ_BYTES: Final = 1024
@@ -184,8 +187,10 @@ class Outcome(StrEnum):
     """408: the client had not sent its body."""
     CUT = "cut"
     """It broke off with an error, and its replica had a fault at that time."""
+    REFUSED = "refused"
+    """An error instead of an answer: the router could open no files, or two replicas died."""
     LOST = "lost"
-    """No byte of an answer came, although another replica was up."""
+    """No content of an answer came, although another replica was up."""
     WRONG = "wrong"
     """A byte was wrong, or an answer that broke off looked like a whole one."""
     HELD = "held"
@@ -199,12 +204,25 @@ BAD: Final = (Outcome.LOST, Outcome.WRONG, Outcome.UNEXPLAINED, Outcome.HELD)
 
 @dataclass(kw_only=True)
 class FaultPeriod:
-    """When a replica had a fault, by the clock."""
+    """When replicas had a fault, by the clock."""
 
-    replica: int
+    replicas: set[int]
+    """Replicas that a poison request kills are added one by one."""
     kind: ReplicaFault
     from_s: float
     to_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Poisoned:
+    """A poison request's end."""
+
+    request_id: str
+    killed: Collection[int]
+    """Numbers of the replicas."""
+    status: int | None
+    """None if no answer came."""
+    text: str
 
 
 @dataclass(kw_only=True)
@@ -219,12 +237,17 @@ class Ended:
 
 @dataclass(kw_only=True)
 class Ledger:
-    """Counts of ends, the bad ones in words, and all faults."""
+    """Counts of ends, the bad ones in words, all faults, and what they must not lead to."""
 
     counts: Counter[tuple[Manner, bool, Outcome]] = field(default_factory=Counter)
     """By manner, whether streamed, and outcome."""
     bad: list[str] = field(default_factory=list)
     faults: list[FaultPeriod] = field(default_factory=list)
+    poisoned: list[Poisoned] = field(default_factory=list)
+    put_out: list[str] = field(default_factory=list)
+    """Replicas that got no requests long after their connections flapped."""
+    called_down: list[str] = field(default_factory=list)
+    """Lines of the router's log that call a replica down while the router could open no files."""
 
     def note(self, ended: Ended) -> None:
         """Count a request that has ended."""
@@ -242,23 +265,42 @@ class Ledger:
         return sum(count for (_, _, each), count in self.counts.items() if each in outcomes)
 
     @contextmanager
-    def fault(self, replica: int, kind: ReplicaFault) -> Iterator[None]:
-        """Note that a replica has a fault while the block runs."""
-        period = FaultPeriod(replica=replica, kind=kind, from_s=time.monotonic())
+    def fault(self, replica: int | None, kind: ReplicaFault) -> Iterator[FaultPeriod]:
+        """Note that a replica has a fault while the block runs; None: no replica yet."""
+        replicas = set() if replica is None else {replica}
+        period = FaultPeriod(replicas=replicas, kind=kind, from_s=time.monotonic())
         self.faults.append(period)
         try:
-            yield
+            yield period
         finally:
             period.to_s = time.monotonic()
 
     def had_fault(self, replica_id: str | None, from_s: float, to_s: float) -> bool:
         """Whether a replica had a fault then; None: whether any had."""
         return any(
-            (replica_id is None or replica_id == instance_id(each.replica))
-            and each.from_s - _SLACK_S <= to_s
-            and (each.to_s is None or from_s <= each.to_s + _SLACK_S)
-            for each in self.faults
+            replica_id is None or replica_id in map(instance_id, each.replicas)
+            for each in self._during(from_s, to_s)
         )
+
+    def explains(self, status: int | None, detail: str, from_s: float, to_s: float) -> bool:
+        """Whether a fault explains an error (None: a broken connection) instead of an answer.
+
+        After a poison request an error must name the replicas that died, or be Envoy's own.
+        """
+        for each in self._during(from_s, to_s):
+            if each.kind is ReplicaFault.NO_FILES and status in (None, 503):
+                return True
+            if each.kind is ReplicaFault.POISON and status in (502, 503) and len(each.replicas) > 1:
+                named = [f"{instance_id(replica)}: " in detail for replica in each.replicas]
+                if all(named) or _ENVOY_RETRIED in detail:
+                    return True
+        return False
+
+    def _during(self, from_s: float, to_s: float) -> Iterator[FaultPeriod]:
+        for each in self.faults:
+            has_ended = each.to_s is not None and each.to_s + _SLACK_S < from_s
+            if each.from_s - _SLACK_S <= to_s and not has_ended:
+                yield each
 
 
 class _HeldError(Exception):
@@ -273,6 +315,8 @@ class _LeftError(Exception):
 class _Seen:
     """How much of a request was sent, and what its answer began with."""
 
+    has_begun: bool = False
+    """Whether the answer has begun, so that no other replica can give it."""
     is_sent: bool = True
     """Whether all of its body has been sent."""
     status: int | None = None
@@ -289,6 +333,8 @@ class Client:
     ledger: Ledger
     until_s: float
     session: aiohttp.ClientSession
+    by_envoy: bool = False
+    """Envoy passes comments and errors on, which begin an answer: it cannot ask another replica."""
 
     async def run(self) -> None:
         """Send one request after the other until the time is over."""
@@ -317,13 +363,16 @@ class Client:
         if outcome is Outcome.CUT:
             outcome = self._broken_off(request, seen, began_s)
             detail = f"{detail} after {time.monotonic() - began_s:.1f} s"
+        if outcome is Outcome.LOST and not seen.has_begun:
+            is_explained = self.ledger.explains(seen.status, detail, began_s, time.monotonic())
+            outcome = Outcome.REFUSED if is_explained else Outcome.LOST
         return Ended(request=request, outcome=outcome, detail=detail, replica_id=seen.replica_id)
 
     def _broken_off(self, request: Request, seen: _Seen, began_s: float) -> Outcome:
         """Return the outcome of a request whose answer broke off."""
         if request.manner is Manner.HALF_SENT:
             return Outcome.TIMED_OUT
-        if seen.status is None:
+        if not seen.has_begun:
             return Outcome.LOST
         had_fault = self.ledger.had_fault(seen.replica_id, began_s, time.monotonic())
         return Outcome.CUT if had_fault else Outcome.UNEXPLAINED
@@ -374,6 +423,7 @@ class Client:
         if response.status != 200:
             text = (await response.read())[:500].decode(errors="replace")
             return Outcome.LOST, f"{response.status} {text}"
+        seen.has_begun = self.by_envoy or not request.streamed
         if request.manner is Manner.NEVER_READS:
             await asyncio.sleep(2 * _UNREAD_S)
         if not request.streamed:
@@ -383,6 +433,7 @@ class Client:
         try:
             async for chunk in response.content.iter_any():
                 check.feed(chunk)
+                seen.has_begun = seen.has_begun or check.has_content
                 if request.manner is Manner.READS_SLOWLY:
                     await asyncio.sleep(_SLOW_PAUSE_S)
         finally:
@@ -401,6 +452,30 @@ async def _in_pieces(body: bytes, seen: _Seen, *, whole: bool) -> AsyncIterator[
         seen.is_sent = at + size >= len(body)  # on a busy machine it may take too long as well
         yield body[at : at + size]
         await asyncio.sleep(_BODY_PAUSE_S)
+
+
+async def send_poison(url: str, number: int, killed: Collection[int]) -> Poisoned:
+    """Send a request that kills its replicas; ``killed`` has their numbers when it has ended."""
+    body = {
+        "model": "sim",
+        "user": POISON,
+        "max_tokens": 16,
+        "stream": number % 2 == 0,
+        "messages": [{"role": "user", "content": some_text(random.Random(number), 50)}],
+    }
+    request_id = f"soak-poison-{number}"
+    status, text = None, ""
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_POISON_S)) as session,
+            session.post(
+                f"{url}/v1/chat/completions", json=body, headers={"X-Request-Id": request_id}
+            ) as response,
+        ):
+            status, text = response.status, (await response.text())[:500]
+    except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is one
+        text = f"{type(error).__name__} {error}"
+    return Poisoned(request_id=request_id, killed=killed, status=status, text=text)
 
 
 def _small_socket(address: aiohttp.AddrInfoType) -> socket.socket:

@@ -2,10 +2,13 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
+import resource
 import signal
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -19,7 +22,8 @@ import orjson
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.soak.answers import BLOCK_TOKENS, CHUNK_TOKENS
-from bench.soak.harness import HOST, Fault, schedule, stop_repeatedly, stopped
+from bench.soak.faulty_proxy import FaultyProxy
+from bench.soak.harness import HOST, NO_TARGET, Fault, schedule, stop_repeatedly, stopped
 from bench.ttft import BenchError
 from cacheengine.launch.vllm_launch import free_ports
 from router.config.loading import load_router_config
@@ -35,8 +39,13 @@ BODY_S: Final = 10.0
 """The router's ``timeouts.body_s``."""
 WAIT_S: Final = 10.0
 """The router's ``admission.max_wait_s``: behind Envoy a request may take both times."""
+CALLED_DOWN: Final = " is down: "
+"""In lines of the router's log."""
 _READY_S: Final = 60.0
 _POLL_S: Final = 0.1
+_SPARE_FILES: Final = 3
+_MOST_IDLE: Final = 200
+_ACCEPTED_S: Final = 0.02
 _STOPPED_S: Final = 0.15
 _RUNS_S: Final = 0.05
 _STEP_S: Final = 0.025
@@ -70,6 +79,16 @@ class ReplicaFault(StrEnum):
     """Stopped for three quarters of the time."""
     RESTART = "restart"
     """SIGTERM, and started again at once."""
+    POISON = "poison request"
+    """A request that kills each replica that begins with it."""
+    FLAP = "flapping connections"
+    """New connections are refused or reset, others work."""
+    COMMENTS = "keep-alive comments"
+    """Comments before and between events; some streams end after comments only."""
+    STREAM_ERRORS = "errors in streams"
+    """Most streams end with an error event, before or after content."""
+    NO_FILES = "no files"
+    """No replica's fault: the router or the picker can open no more files."""
 
 
 _LASTS_S: Final = {
@@ -77,17 +96,25 @@ _LASTS_S: Final = {
     ReplicaFault.HANG: (5.0, 14.0),
     ReplicaFault.SLOW: (8.0, 14.0),
     ReplicaFault.RESTART: (0.0, 0.0),
+    ReplicaFault.POISON: (0.0, 0.0),
+    ReplicaFault.FLAP: (5.0, 8.0),
+    ReplicaFault.COMMENTS: (5.0, 10.0),
+    ReplicaFault.STREAM_ERRORS: (5.0, 10.0),
+    ReplicaFault.NO_FILES: (4.0, 8.0),
 }
+_OF_NO_REPLICA: Final = (ReplicaFault.POISON, ReplicaFault.NO_FILES)
+OF_PROXY: Final = (ReplicaFault.FLAP, ReplicaFault.COMMENTS, ReplicaFault.STREAM_ERRORS)
+"""Only requests show them."""
 
 
 def replica_faults(
     *, seed: int, duration_s: float, replicas: int, every_s: float
 ) -> Iterator[Fault[ReplicaFault]]:
-    """Yield one fault every ``every_s``, of any replica."""
+    """Yield one fault every ``every_s``, of any replica or of none."""
     return schedule(
         random.Random(f"faults {seed}"),
         _LASTS_S,
-        lambda _: range(replicas),
+        lambda kind: [NO_TARGET] if kind in _OF_NO_REPLICA else range(replicas),
         duration_s=duration_s,
         every_s=every_s,
     )
@@ -99,14 +126,20 @@ def instance_id(replica: int) -> str:
 
 
 class Replica:
-    """One replica's process. Each new process has the same ports."""
+    """One replica's process behind a proxy. Each new process has the same ports."""
 
     def __init__(
-        self, group: ProcessGroup, directory: Path, number: int, ports: tuple[int, int]
+        self, group: ProcessGroup, directory: Path, number: int, ports: tuple[int, int, int]
     ) -> None:
+        """``ports`` are the server's, the agent's and the proxy's."""
         self.number = number
         self.instance_id = instance_id(number)
-        self.url = f"http://{HOST}:{ports[0]}"
+        self.url = f"http://{HOST}:{ports[2]}"
+        self.proxy = FaultyProxy(
+            ports[2], f"http://{HOST}:{ports[0]}", seed=number, poisoned=self._poisoned
+        )
+        self.killed: set[int] = set()
+        """Gets its number when a poison request kills it."""
         self.agent_url = f"http://{HOST}:{ports[1]}"
         self.logs: list[Path] = []
         self._group = group
@@ -138,12 +171,19 @@ class Replica:
             if time.monotonic() > until_s:
                 raise BenchError(f"{self.instance_id} did not start: {tail(self.logs[-1])}")
             await asyncio.sleep(_POLL_S)
+        await self.proxy.open()
         where: dict[str, Any] = orjson.loads(line)
         return where
 
     async def stop(self, *, kill: bool) -> None:
         """End the process: by SIGKILL at once, or by SIGTERM."""
+        self.proxy.close()
         await asyncio.to_thread(self._group.stop, self.instance_id, kill=kill)
+        self.proxy.end_connections()
+
+    async def _poisoned(self) -> None:
+        self.killed.add(self.number)
+        await self.stop(kill=True)
 
     @contextlib.asynccontextmanager
     async def faulty(self, kind: ReplicaFault) -> AsyncIterator[None]:
@@ -166,6 +206,17 @@ class Replica:
                 finally:
                     slowing.cancel()
                     await asyncio.gather(slowing, return_exceptions=True)
+            case ReplicaFault.FLAP:
+                async with self.proxy.flapping():
+                    yield
+            case ReplicaFault.COMMENTS:
+                with self.proxy.sending_comments():
+                    yield
+            case ReplicaFault.STREAM_ERRORS:
+                with self.proxy.breaking_streams():
+                    yield
+            case _:
+                raise ValueError(f"{kind} is not a fault of one replica")
 
     async def is_idle(self) -> bool:
         """Whether it computes nothing."""
@@ -176,6 +227,10 @@ class Replica:
         ):
             (truth,) = await response.json()
         return bool(truth["running"] == truth["waiting"] == 0)
+
+
+def _open_files(pid: int) -> set[int]:
+    return {int(each.name) for each in Path(f"/proc/{pid}/fd").iterdir()}
 
 
 def _first_line(log: Path) -> bytes | None:
@@ -192,6 +247,10 @@ class Front:
     def __init__(self, group: ProcessGroup, directory: Path, *, by_envoy: bool) -> None:
         self.pids: dict[str, int] = {}
         self.log = directory / "router.log"
+        self.replicas: list[Replica] = []
+        """In the last configuration."""
+        self.times_full = 0
+        """How often it had no file left."""
         self._group = group
         self._directory = directory
         self._by_envoy = by_envoy
@@ -214,6 +273,7 @@ class Front:
 
     def write(self, replicas: Sequence[Replica]) -> None:
         """Write a configuration with these replicas; the router reads it at `reload`."""
+        self.replicas = [*replicas]
         text = json.dumps(self._settings(replicas))
         made = self._path.with_suffix(".new")
         made.write_text(text)
@@ -242,6 +302,43 @@ class Front:
             for sample in family.samples
             if sample.name == name and sample.labels.items() >= labels.items()
         }
+
+    async def serves(self, replica: Replica) -> bool:
+        """Whether the router may send requests to a replica: not down, its breaker not open."""
+        name = {"replica": replica.instance_id}
+        is_down = await self.metric("warmroute_replica_up", **name, state="down")
+        is_open = await self.metric("warmroute_breaker_closed", **name, state="open")
+        return not is_down and not is_open
+
+    @contextlib.asynccontextmanager
+    async def no_files(self) -> AsyncIterator[None]:
+        """Let the router or picker open no more files for the length of the block.
+
+        Idle clients take the few that it may still open, and the ones that it closes meanwhile.
+        """
+        pid = self.pids["router"]
+        limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        taken = _open_files(pid)
+        free = (each for each in itertools.count() if each not in taken)
+        lower = next(itertools.islice(free, _SPARE_FILES, None))
+        address = HOST, self._ports[2 if self._by_envoy else 0]
+        with contextlib.ExitStack() as clients:
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (lower, limits[1]))
+            try:
+                for _ in range(_MOST_IDLE):
+                    clients.enter_context(socket.create_connection(address))
+                    await asyncio.sleep(_ACCEPTED_S)
+                    if _open_files(pid).issuperset(range(lower)):
+                        self.times_full += 1
+                        break
+                yield
+            finally:
+                resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+
+    def called_down(self, since: int) -> list[str]:
+        """Return the lines of the log, from a byte on, that call a replica down."""
+        lines = self.log.read_bytes()[since:].decode(errors="replace").splitlines()
+        return [each for each in lines if CALLED_DOWN in each]
 
     def _settings(self, replicas: Sequence[Replica]) -> dict[str, Any]:
         settings: dict[str, Any] = {
@@ -329,7 +426,8 @@ class Reloads:
 async def _has(front: Front, wanted: set[str]) -> bool:
     until_s = time.monotonic() + _RELOADED_S
     while time.monotonic() < until_s:
-        if set(await front.metric("warmroute_in_flight")) == wanted:
-            return True
+        with contextlib.suppress(aiohttp.ClientError, OSError):  # it can open no files
+            if set(await front.metric("warmroute_in_flight")) == wanted:
+                return True
         await asyncio.sleep(_RELOAD_POLL_S)
     return False

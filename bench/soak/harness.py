@@ -16,6 +16,7 @@ from typing import Any, Final, Generic, TypeVar
 from bench.processes import process_cpu_s
 
 HOST: Final = "127.0.0.1"
+NO_TARGET: Final = -1
 MOST_GROWTH: Final = 0.05
 MOST_MORE_FDS: Final = 8
 """Clients come and go by chance; a file that is left open at each fault would be more."""
@@ -55,7 +56,7 @@ class Fault(Generic[K]):
     """Since the run began."""
     kind: K
     target: int
-    """The number of the process, from 0."""
+    """The number of the process, from 0; `NO_TARGET` if it does not hit one of them."""
     lasts_s: float
     """Without the time that a new process takes to start."""
 
@@ -95,10 +96,8 @@ async def due(
     """Yield each fault at its time, or as soon as the fault before it is over."""
     for fault in faults:
         await asyncio.sleep(began_s + fault.at_s - time.monotonic())
-        say(
-            f"{fault.at_s:6.0f} s: {fault.kind}, process {fault.target + 1}, "
-            f"for {fault.lasts_s:.0f} s"
-        )
+        where = "" if fault.target == NO_TARGET else f" process {fault.target + 1},"
+        say(f"{fault.at_s:6.0f} s: {fault.kind},{where} for {fault.lasts_s:.0f} s")
         yield fault
 
 

@@ -84,6 +84,8 @@ class Exchange:
         self._picked_s = 0.0
         self._streamed = False
         self._opening = StreamOpening()
+        self._has_failed = False
+        """Whether the answer is, or begins with, an error of the replica."""
         self._was_moved = False
         """Whether another replica than the picked one answers."""
         self._has_headers = asyncio.Event()
@@ -164,7 +166,13 @@ class Exchange:
         if part and self._streamed and self._is_ok and self.record.first_byte_s is None:
             if not self._opening.has_begun:
                 self._opening.feed(part)
-            if self._opening.has_begun:
+            error = self._opening.error
+            if error is not None and error.is_servers:
+                self._note_failure(
+                    RETRYABLE.get(error.status, Cause.ERROR),
+                    f"its stream began with an error ({error.status})",
+                )
+            elif self._opening.has_begun:
                 self._began(time.monotonic())
         if self._reader is not None:
             self._reader.feed(part)
@@ -232,7 +240,8 @@ class Exchange:
 
     @property
     def _is_ok(self) -> bool:
-        return self.record.status is not None and 0 < self.record.status < 400
+        status = self.record.status
+        return status is not None and 0 < status < 400 and not self._has_failed
 
     def _began(self, began_s: float) -> None:
         if self._ticket is not None:
@@ -251,12 +260,16 @@ class Exchange:
         self._asked = None
         record = self.record
         record.status = status
-        if self._ticket is None:
-            return
         if (cause := RETRYABLE.get(status)) is not None:
             if self._was_moved and cause is not Cause.BUSY:
                 cause = Cause.GATEWAY  # the answer may be the gateway's own
-            self._lifecycle.failed(self._ticket, record, cause, f"answered {status}")
+            self._note_failure(cause, f"answered {status}")
+
+    def _note_failure(self, cause: Cause, detail: str) -> None:
+        """Note that the replica failed, although its answer goes to the client."""
+        self._has_failed = True
+        if self._ticket is not None:
+            self._lifecycle.failed(self._ticket, self.record, cause, detail)
 
     async def _note_served(self, served: str | None) -> None:
         """Move the request to the replica that answers, where that is not the picked one."""

@@ -1,6 +1,7 @@
 """Reading the configuration again while the router runs.
 
-A file that cannot be used changes nothing, and the log says why. Settings declared with
+A file that cannot be used changes nothing, and the log says why. One that cannot be opened because
+the router has no file descriptors or memory is read again when it has. Settings declared with
 ``setting(live=True)`` are applied; for the others the log says that a restart is needed.
 """
 
@@ -9,12 +10,14 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from router.config.settings import RouterConfig
 from warmroute_common.config_reader import ConfigError, describe, live_settings
+from warmroute_common.connection_errors import is_exhausted
 from warmroute_common.tasks import end_all
 
 log = logging.getLogger("warmroute.membership")
@@ -71,7 +74,8 @@ class Reload:
     async def start(self) -> None:
         """Begin to watch the files for changes."""
         if self._file is not None:
-            self._seen = await self._digest()
+            with suppress(OSError):
+                self._seen = await self._digest()
             self._task = asyncio.create_task(self._watch(), name="configuration")
 
     async def stop(self) -> None:
@@ -85,12 +89,16 @@ class Reload:
             return
         # One after the other: of two readings the older one must not be applied last.
         async with self._lock:
-            self._seen = await self._digest()
             try:
+                self._seen = await self._digest()
                 config = await asyncio.to_thread(self._file.read)
                 self._apply(config)
             except (ConfigError, OSError) as error:
-                self._refuse(describe(error))
+                if _is_own(error):
+                    self._seen = None  # the next look reads it again
+                    log.warning("configuration not reloaded yet: %s", describe(error))
+                else:
+                    self._refuse(describe(error))
             except Exception as error:  # the router keeps running with the old settings
                 log.exception("reading the configuration failed")
                 self._refuse(describe(error))
@@ -129,13 +137,17 @@ class Reload:
         last = self._seen
         while True:
             await asyncio.sleep(self._look_every_s)
-            digest = await self._digest()
+            try:
+                digest = await self._digest()
+            except OSError:
+                continue
             # A file that is still being written is read once it no longer changes.
             if digest == last and digest != self._seen:
                 await self.now()
             last = digest
 
     async def _digest(self) -> bytes:
+        """Return a hash of all files; raise OSError if the router has no resources to open them."""
         return await asyncio.to_thread(_digest, self._paths())
 
     def _paths(self) -> list[Path]:
@@ -148,6 +160,13 @@ class Reload:
         return [self._file.path, *(path for each in sections for path in _files_of(each))]
 
 
+def _is_own(error: BaseException | None) -> bool:
+    """Whether an error was raised because this process had no resources."""
+    while error is not None and not is_exhausted(error):
+        error = error.__context__
+    return error is not None
+
+
 def _files_of(section: object) -> list[Path]:
     """Return the files that a section of the configuration names."""
     if not is_dataclass(section):
@@ -157,12 +176,17 @@ def _files_of(section: object) -> list[Path]:
 
 
 def _digest(paths: Iterable[Path]) -> bytes:
-    """Return a hash of the files' contents; an unreadable file counts as empty."""
+    """Return a hash of the files' contents; an unreadable file counts as empty.
+
+    Raises OSError if this process has no resources to open them.
+    """
     digest = hashlib.sha256()
     for path in paths:
         try:
             content = hashlib.sha256(path.read_bytes()).digest()
-        except OSError:
+        except OSError as error:
+            if is_exhausted(error):
+                raise
             content = b""
         digest.update(content + b"/")
     return digest.digest()

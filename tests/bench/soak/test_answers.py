@@ -117,6 +117,36 @@ def test_a_stream_that_breaks_off_is_an_error_or_short_and_never_whole(at: st.Da
     assert end_of(wanted, cut + gap + ERROR) is End.ERROR
 
 
+@given(piece=st.integers(1, 400))
+def test_comments_are_no_content_and_change_no_answer(piece: int) -> None:
+    wanted, comment = expected(), b": keep-alive\n\n"
+    stream = comment + b"".join(each + comment for each in events(wanted))
+    assert end_of(wanted, stream, piece=piece) is End.WHOLE
+    check = StreamCheck(wanted)
+    check.feed(2 * comment + ERROR)
+    assert check.end() is End.ERROR and not check.has_content
+    check = StreamCheck(wanted)
+    check.feed(comment + events(wanted)[0])
+    assert check.has_content
+
+
+def test_a_comment_cannot_hide_an_event_that_was_cut_in_half() -> None:
+    wanted = expected()
+    stream = events(wanted)
+    cut = stream[0] + stream[1][:-20] + b"\n\n: keep-alive\n\n"
+    with pytest.raises(WrongAnswerError, match="in half"):
+        end_of(wanted, cut + b"".join(stream[2:]))
+
+
+def test_done_alone_may_follow_an_error_and_once() -> None:
+    wanted = expected()
+    stream = events(wanted)
+    assert end_of(wanted, stream[0] + ERROR + DONE) is End.ERROR
+    for more in (stream[1], ERROR, 2 * DONE):
+        with pytest.raises(WrongAnswerError, match="after the end"):
+            end_of(wanted, stream[0] + ERROR + more)
+
+
 def test_nothing_may_follow_an_event_that_was_cut_in_half_but_an_error() -> None:
     wanted = expected()
     stream = events(wanted)

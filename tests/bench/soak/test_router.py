@@ -1,15 +1,42 @@
 """The schedule, the clients, the ledger and the verdicts of the router's soak."""
 
 import time
+from collections import Counter
 from itertools import pairwise
+from typing import Any, Final
 
+import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.soak.clients import Conversations, Ended, Ledger, Manner, Outcome
+from bench.soak.answers import Answers
+from bench.soak.clients import (
+    Client,
+    Conversations,
+    Ended,
+    Ledger,
+    Manner,
+    Outcome,
+    Poisoned,
+    client_session,
+)
+from bench.soak.faulty_proxy import (
+    COMMENT,
+    COMMENTED,
+    COMMENTS_ONLY,
+    ERROR_FIRST,
+    ERROR_LATER,
+    RESET,
+    STREAM_ERROR,
+)
 from bench.soak.fleet import ReplicaFault, replica_faults
 from bench.soak.harness import Sample, growth, more_fds, of_processes
-from bench.soak.router import of_reloads, of_requests, of_the_end
+from bench.soak.router import FULL, of_faults, of_reloads, of_requests, of_the_end
+from simulator.openai_server import serve_app
+
+SEEN: Final = (FULL, RESET, COMMENTED, COMMENTS_ONLY, ERROR_FIRST, ERROR_LATER)
+OF_NO_REPLICA: Final = (ReplicaFault.POISON, ReplicaFault.NO_FILES)
 
 
 @given(seed=st.integers(), minutes=st.integers(1, 60), replicas=st.integers(2, 8))
@@ -23,7 +50,16 @@ def test_each_kind_of_fault_comes_as_often_as_the_others(
     counts = [sum(each.kind is kind for each in found) for kind in ReplicaFault]
     assert max(counts) - min(counts) <= 1
     assert all(later.at_s - each.at_s == 20.0 for each, later in pairwise(found))
-    assert all(0 <= each.target < replicas and each.lasts_s < 20.0 for each in found)
+    assert all(each.lasts_s < 20.0 for each in found)
+    hit = [each for each in found if each.kind not in OF_NO_REPLICA]
+    assert all(0 <= each.target < replicas for each in hit)
+
+
+def test_each_kind_of_fault_comes_within_five_minutes_and_often_within_thirty() -> None:
+    for minutes, times in ((5, 1), (30, 9)):
+        faults = replica_faults(seed=1, duration_s=60.0 * minutes, replicas=4, every_s=20.0)
+        counts = Counter(each.kind for each in faults)
+        assert all(counts[kind] >= times for kind in ReplicaFault)
 
 
 def test_clients_ask_in_every_manner_and_a_third_is_not_streamed() -> None:
@@ -68,6 +104,114 @@ def test_one_bad_request_fails_the_soak() -> None:
         is_bad = outcome in (Outcome.LOST, Outcome.WRONG, Outcome.UNEXPLAINED, Outcome.HELD)
         assert all(each.holds for each in of_requests(ledger)) is not is_bad
         assert bool(ledger.bad) is is_bad
+
+
+def refusals(names: str) -> str:
+    return f"502 every replica tried failed or broke off before its answer began ({names})"
+
+
+def test_two_deaths_by_poison_explain_an_error_that_names_both() -> None:
+    ledger, began_s = Ledger(), time.monotonic()
+    with ledger.fault(None, ReplicaFault.POISON) as period:
+        period.replicas.add(0)
+        assert ledger.had_fault("sim1", began_s, began_s)
+        assert not ledger.had_fault("sim2", began_s, began_s)
+        assert not ledger.explains(502, refusals("sim1: cut"), began_s, began_s)
+        period.replicas.add(1)
+        assert ledger.explains(502, refusals("sim2: cut; sim1: cut"), began_s, began_s)
+        assert ledger.explains(503, "retried and the latest reset reason", began_s, began_s)
+        assert not ledger.explains(502, refusals("sim1: cut"), began_s, began_s)
+        assert not ledger.explains(502, refusals("sim1: cut; sim3: cut"), began_s, began_s)
+        assert not ledger.explains(None, "ServerDisconnectedError", began_s, began_s)
+    late_s = time.monotonic() + 5.0
+    assert not ledger.explains(502, refusals("sim2: cut; sim1: cut"), late_s, late_s)
+
+
+def test_a_router_without_files_explains_503_and_a_refused_connection_at_that_time() -> None:
+    ledger, began_s = Ledger(), time.monotonic()
+    with ledger.fault(None, ReplicaFault.NO_FILES):
+        assert ledger.explains(503, "", began_s, began_s)
+        assert ledger.explains(None, "", began_s, began_s)
+        assert not ledger.explains(502, "", began_s, began_s)
+        assert not ledger.had_fault("sim1", began_s, began_s)
+    late_s = time.monotonic() + 5.0
+    assert not ledger.explains(503, "", late_s, late_s)
+
+
+def a_poisoned(**changed: Any) -> Poisoned:
+    given = {"request_id": "p", "killed": {0, 1}, "status": 502, "text": "an error"}
+    return Poisoned(**{**given, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "failing"),
+    [
+        ({}, []),
+        ({"poisoned": [a_poisoned(killed={0, 1, 2})]}, ["a poison request kills"]),
+        ({"poisoned": [a_poisoned(status=None)]}, ["each poison request gets"]),
+        ({"poisoned": [a_poisoned(status=200)]}, ["each poison request gets"]),
+        ({"poisoned": [a_poisoned(text="")]}, ["each poison request gets"]),
+        ({"poisoned": [a_poisoned(killed=())]}, ["replicas killed by poison"]),
+        ({"put_out": ["sim1"]}, ["a replica with flapping"]),
+        ({"called_down": ["sim1 is down: nothing listens"]}, ["no replica called down"]),
+    ],
+)
+def test_each_verdict_on_a_fault_can_fail(changed: dict[str, Any], failing: list[str]) -> None:
+    ledger = Ledger(**{"poisoned": [a_poisoned()], **changed})
+    for kind in ReplicaFault:
+        with ledger.fault(0, kind):
+            pass
+    found = of_faults(ledger, dict.fromkeys(SEEN, 1))
+    failed = [each.what for each in found if not each.holds]
+    assert len(failed) == len(failing)
+    assert all(what.startswith(name) for what, name in zip(failed, failing, strict=True))
+
+
+@pytest.mark.parametrize("missing", SEEN)
+def test_a_fault_without_an_effect_has_shown_nothing(missing: str) -> None:
+    ledger = Ledger(poisoned=[a_poisoned()])
+    for kind in ReplicaFault:
+        with ledger.fault(0, kind):
+            pass
+    found = of_faults(ledger, dict.fromkeys(SEEN, 1) | {missing: 0})
+    assert [each.what for each in found if not each.holds] == [missing]
+    assert all(each.holds for each in of_faults(Ledger(), {}))
+
+
+@pytest.mark.parametrize("by_envoy", [False, True])
+async def test_an_error_before_content_could_have_been_answered_elsewhere(by_envoy: bool) -> None:
+    """Only Envoy passes it on: a router that does has lost the request."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if not (await request.json())["stream"]:
+            return web.Response(status=500, text="no content")
+        response = web.StreamResponse(headers={"x-warmroute-replica": "sim1"})
+        await response.prepare(request)
+        await response.write(COMMENT + STREAM_ERROR)
+        return response
+
+    app, ledger = web.Application(), Ledger()
+    app.add_routes([web.post("/{path:.*}", answer)])
+    runner, url = await serve_app(app, "127.0.0.1", 0)
+    async with client_session() as session:
+        client = Client(
+            url=url,
+            conversations=Conversations(client=1, seed=1),
+            answers=Answers(),
+            ledger=ledger,
+            until_s=time.monotonic() + 0.01,
+            session=session,
+            by_envoy=by_envoy,
+        )
+        while (request := client.conversations.next()).manner is not Manner.PLAIN or (
+            not request.streamed
+        ):
+            pass
+        client.conversations.next = lambda: request  # type: ignore[method-assign]
+        with ledger.fault(0, ReplicaFault.STREAM_ERRORS):
+            await client.run()
+    await runner.cleanup()
+    assert ledger.total(Outcome.CUT if by_envoy else Outcome.LOST) == 1
 
 
 def samples(*figures: tuple[int, int]) -> list[Sample]:

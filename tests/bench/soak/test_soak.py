@@ -6,13 +6,20 @@ from pathlib import Path
 
 import pytest
 
+from bench.soak.fleet import CALLED_DOWN, ReplicaFault
+from router.gateway.envoy_config import envoy_program
+
 ROOT = Path(__file__).parents[3]
 
 
+needs_envoy = pytest.mark.skipif(envoy_program() is None, reason="needs Envoy (make servers)")
+
+
 @pytest.mark.slow
-def test_a_short_soak_holds(tmp_path: Path) -> None:
-    options = ["--minutes", "1.1", "--clients", "24", "--fault-every-s", "12"]
-    options += ["--reload-every-s", "10"]
+@pytest.mark.parametrize("gateway", [[], pytest.param(["--gateway", "envoy"], marks=needs_envoy)])
+def test_a_short_soak_with_each_fault_holds(tmp_path: Path, gateway: list[str]) -> None:
+    options = ["--minutes", "1.6", "--clients", "40", "--fault-every-s", "9.5"]
+    options += ["--reload-every-s", "25", *gateway]
     done = subprocess.run(
         [sys.executable, "-m", "bench.soak", "router", *options, "--logs", str(tmp_path)],
         capture_output=True,
@@ -21,6 +28,10 @@ def test_a_short_soak_holds(tmp_path: Path) -> None:
         cwd=ROOT,
         timeout=240,
     )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    # It takes minutes until all tables are full.
+    failed = [each for each in done.stdout.splitlines() if each.startswith("FAILS")]
+    assert all("own memory of" in each for each in failed), done.stdout[-6000:] + done.stderr
+    assert all(f" s: {kind}," in done.stdout for kind in ReplicaFault), done.stderr
+    assert CALLED_DOWN in (tmp_path / "router.log").read_text()  # the replica that was killed
     assert "holds  no wrong byte: 0" in done.stdout
     assert "plain, whole: whole" in done.stdout and "plain, streamed: whole" in done.stdout

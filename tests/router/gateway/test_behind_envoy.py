@@ -589,6 +589,31 @@ async def test_a_request_that_breaks_replicas_reaches_two_and_opens_no_breaker(
 
 
 @pytest.mark.parametrize("change", [as_it_is, by_parts])
+async def test_a_replica_whose_streams_begin_with_errors_attracts_no_requests(
+    gateway: Gateway, client: aiohttp.ClientSession, change: Any
+) -> None:
+    """Envoy passes such an answer on; it is not a success, and its time is not a TTFT."""
+    failing = b'data: {"error": {"message": "the engine is dead", "code": 500}}\n\n'
+    gateway.one.will(stream(failing, b"data: [DONE]\n\n"))
+    gateway.two.will(stream(*chat_events("a")))
+    breaker = BreakerConfig(failures_in_a_row=2, open_s=60.0)
+    picker, _ = await gateway.both(change, breaker=breaker)
+    [one, two] = picker.parts.fleet.replicas.values()
+    failed = 0
+    for turn in range(8):
+        async with client.post(picker.url + CHAT, json=chat(stream=True)) as answer:
+            is_error = await answer.read() == failing + b"data: [DONE]\n\n"
+        record = await picker.record(turn + 1)
+        tries = [(each.replica_id, each.cause) for each in record.failed_tries]
+        assert tries == [("one", Cause.ERROR)] * is_error
+        assert (record.ttft_s is None) is is_error
+        failed += is_error
+    assert (failed, len(gateway.one.seen)) == (2, 2)
+    assert (one.breaker.state, two.breaker.state) == (Circuit.OPEN, Circuit.CLOSED)
+    assert not one.errors and picker.in_flight() == 0
+
+
+@pytest.mark.parametrize("change", [as_it_is, by_parts])
 async def test_a_request_that_must_not_be_repeated_gets_one_destination(
     gateway: Gateway, client: aiohttp.ClientSession, change: Any
 ) -> None:

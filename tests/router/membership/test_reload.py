@@ -3,7 +3,11 @@
 import asyncio
 import hashlib
 import logging
+import os
 import random
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,12 +17,15 @@ import pytest
 import yaml
 from aiohttp import web
 
-from router.config.settings import ReplicaConfig
+from router.config.loading import load_router_config
+from router.config.settings import ReplicaConfig, RouterConfig
 from router.fleet.replica import ReplicaState
 from router.membership.membership import Source
+from router.membership.reload import ConfigFile, Reload
 from tests.router.conftest import Running, Wait
 from tests.router.membership.conftest import Reloading
 from tests.router.scripted import chat_events, json_answer, stream
+from warmroute_common.config_reader import live_settings
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 
@@ -350,6 +357,50 @@ async def test_a_bad_file_changes_nothing_and_says_why(
     reloading.write([one])
     await reload(running)
     assert (await health(client, running))["configuration"]["problem"] is None
+
+
+@contextmanager
+def no_files() -> Iterator[None]:
+    """Let this process open no more files while the block runs."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+async def test_a_file_that_a_router_without_descriptors_cannot_open_is_read_later(
+    reloading: Reloading, eventually: Wait
+) -> None:
+    one, two = await reloading.upstream(), await reloading.upstream()
+    reloading.write([one])
+    running = await reloading.router()
+    reloading.write([one, two])
+    with no_files():
+        await reload(running)
+        assert running.parts.reload.problem is None and named(running) == {"r0"}
+    await eventually(lambda: named(running) == {"r0", "r1"})
+    assert running.parts.reload.counts["refused"] == 0
+
+
+async def test_a_router_without_descriptors_does_not_take_its_file_for_changed(
+    reloading: Reloading,
+) -> None:
+    reloading.write([await reloading.upstream()])
+    config = await asyncio.to_thread(load_router_config, reloading.path)
+    file = ConfigFile(path=reloading.path, read=lambda: load_router_config(reloading.path))
+    nothing = dict.fromkeys(live_settings(RouterConfig), lambda _: None)
+    looking = Reload(config, file, nothing, look_every_s=0.01)
+    await looking.start()
+    try:
+        with no_files():
+            await asyncio.sleep(0.3)  # some looks
+    finally:
+        await looking.stop()
+    assert looking.counts == {"applied": 0, "refused": 0}
 
 
 async def test_what_cannot_change_is_named_and_the_rest_is_used(
