@@ -66,6 +66,11 @@ class Candidate:
     """Share of all replicas' time that recent requests took; above 1 the load exceeds the capacity.
     Not the replica's own share: what made it busy waits there and counts already, and a prompt
     that leaves it for that reason takes its KV with it."""
+    own_share: float = 0.0
+    """The same of the replica alone: for fetches, which delay nobody elsewhere."""
+    beyond_home_s: float = 0.0
+    """Seconds of work that the session's home would not have: what is computed or fetched here is
+    there already, and takes room from other KV in the caches."""
 
     @property
     def replica_id(self) -> str:
@@ -92,6 +97,11 @@ class Candidate:
         """Predicted time to first token."""
         return self.cost.ttft_s
 
+    @property
+    def work_s(self) -> float:
+        """Seconds of the replica's time, for computing and for fetching."""
+        return self.cost.busy_s + self.cost.fetch_s
+
     def behind(self, weights: CostWeights) -> float:
         """Return how many requests are expected to wait behind this one.
 
@@ -99,16 +109,30 @@ class Candidate:
         server that is busy for a share r of its time (M/M/1), whichever is larger, within
         `CostWeights.least_behind` and `CostWeights.most_behind`.
         """
-        usual = self.busy_share / (1.0 - self.busy_share) if self.busy_share < 1.0 else inf
+        return self._behind(self.busy_share, weights)
+
+    def behind_fetch(self, weights: CostWeights) -> float:
+        """Return how many requests are expected to wait behind what this one fetches.
+
+        Only the replica's own share counts, if that is the lower one. Otherwise a busy fleet would
+        never copy KV to a replica that has none, however idle it is.
+        """
+        return self._behind(min(self.busy_share, self.own_share), weights)
+
+    def _behind(self, share: float, weights: CostWeights) -> float:
+        usual = share / (1.0 - share) if share < 1.0 else inf
         return min(weights.most_behind, max(weights.least_behind, usual, self.waiting))
 
     def others_s(self, weights: CostWeights) -> float:
         """Return what the request costs others: its time, for each request behind it.
 
-        Fetching counts like computing: transfers are shared, and fetched KV evicts KV in CPU
-        RAM that others would find there.
+        Fetching counts too: transfers are shared, and fetched KV evicts KV in CPU RAM that others
+        would find there. What a session's home holds already counts once more, as work to come:
+        other KV that it evicts has to be computed again.
         """
-        return self.behind(weights) * (self.cost.busy_s + self.cost.fetch_s)
+        behind = self.behind(weights)
+        own_s = behind * self.cost.busy_s + self.behind_fetch(weights) * self.cost.fetch_s
+        return own_s + (1.0 + behind) * self.beyond_home_s
 
     def score_s(self, weights: CostWeights) -> float:
         """Return what the picker minimizes: ``ttft + others``."""

@@ -14,7 +14,7 @@ from typing import Final
 from router.config.cost_weights import DEFAULT_WEIGHTS, CostWeights
 from router.config.settings import BreakerConfig, RatesConfig, ReplicaConfig
 from router.fleet.breaker import Breaker, Circuit
-from router.fleet.cost_model import CostModel, CostPart, PredictionErrors
+from router.fleet.cost_model import CostModel, CostPart, PredictionErrors, RecentWork
 from router.fleet.replica_queue import ReplicaQueue
 from router.index.kv_events import FirstBlocks, explains, find_shape
 from router.index.lmcache_keys import LmcacheKeys
@@ -169,6 +169,8 @@ class Replica:
     """Errors of its predicted TTFTs."""
     started: int = 0
     """Requests ever sent there."""
+    recent: RecentWork = field(default_factory=RecentWork)
+    """Work of the requests sent there recently."""
     work_s: float = 0.0
     """Mean predicted work of the last requests (`CostWeights.recent_requests`)."""
     waiting: int = 0
@@ -205,6 +207,7 @@ class Replica:
             weights=weights,
             rates=CostModel(rates, weights),
             kv_bytes_per_token=rates.kv_bytes_per_token,
+            recent=RecentWork(weights),
         )
 
     @property

@@ -385,6 +385,7 @@ class RequestScheduler:
         candidates = tuple(
             scorer.best(each, matches.keys(each), matches.depth(each).gpu_blocks) for each in scored
         )
+        _weigh_leaving(candidates, home)
         if foreseen is None:
             picked, reason = pick(config.policy, candidates, context)
         else:
@@ -412,6 +413,14 @@ class RequestScheduler:
             streamed=request.streamed,
             made_in_s=self._stopwatch() - began_s,
         )
+
+
+def _weigh_leaving(candidates: Sequence[Candidate], home: Replica | None) -> None:
+    """Note how much more work each candidate is than the session's home."""
+    at_home = next((each for each in candidates if each.replica is home), None)
+    if at_home is not None:
+        for each in candidates:
+            each.beyond_home_s = max(0.0, each.work_s - at_home.work_s)
 
 
 def _copy(picked: Candidate) -> KvCopy | None:

@@ -122,6 +122,7 @@ class Scorer:
             + replica.others_waiting
             + self._reserved.requests(replica.slot),
             busy_share=self._busy_share,
+            own_share=replica.recent.share(self._now_s),
         )
         slow = [tier for tier in SLOW_TIERS if matched.get(tier)]
         if not slow:

@@ -28,17 +28,22 @@ def formulas() -> dict[str, str]:
     parts=st.fixed_dictionaries({each.name: SECONDS for each in fields(Cost)}),
     waiting=st.integers(0, 50),
     busy_share=st.floats(0.0, 2.0),
+    own_share=st.floats(0.0, 2.0),
+    beyond_home_s=SECONDS,
 )
 def test_its_formulas_are_those_of_the_code(
-    parts: dict[str, float], waiting: int, busy_share: float
+    parts: dict[str, float], waiting: int, busy_share: float, own_share: float, beyond_home_s: float
 ) -> None:
     weighed = candidate("r", waiting=waiting, busy_share=busy_share)
     weighed.cost = Cost(**parts)
+    weighed.own_share, weighed.beyond_home_s = own_share, beyond_home_s
     known: dict[str, Any] = {
         **{each.name: getattr(DEFAULT_WEIGHTS, each.name) for each in fields(DEFAULT_WEIGHTS)},
         **parts,
         "waiting": waiting,
         "busy_share": busy_share,
+        "own_share": own_share,
+        "beyond_home_s": beyond_home_s,
     }
     for name, formula in formulas().items():
         known[name] = eval(formula, {"max": max, "min": min, "inf": inf}, known)

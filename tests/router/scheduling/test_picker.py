@@ -99,6 +99,17 @@ def test_a_request_waits_for_no_replica_while_another_is_sooner_with_as_much_wor
     assert pick("ttft", [queue, busy, holder], QUESTION)[0] is holder
 
 
+def test_an_idle_replica_gets_kv_from_a_busy_fleet() -> None:
+    """Its transfers delay nobody. A replica that joined a busy fleet got no request for minutes."""
+    warm = candidate("warm", prefill_s=0.5, queue_s=5.0, busy_share=0.75, waiting=5, matched=900)
+    cold = candidate("cold", prefill_s=0.6, fetch_s=4.5, busy_share=0.75)
+    assert pick("ttft", [warm, cold], QUESTION)[0] is cold
+    cold.own_share = 0.75
+    assert pick("ttft", [warm, cold], QUESTION)[0] is warm, "others wait for its transfers"
+    cold.own_share, cold.waiting = 0.0, 3
+    assert pick("ttft", [warm, cold], QUESTION)[0] is warm
+
+
 def test_a_burst_is_taken_to_go_on() -> None:
     """Ten wait where the prefix will be there in 0.9 s: soon forty will, unless others open."""
     few = candidate("busy", prefill_s=0.02, queue_s=0.9, matched=900, waiting=2)

@@ -301,3 +301,17 @@ def test_retries_and_subsets_use_a_kept_view_until_the_fleet_changes(
     with pytest.raises(NoReplicaError):
         scheduler.place(asks[4], 0.0)
     assert made == [5, 3, 2, 1, 1]
+
+
+@pytest.mark.parametrize(("wait_s", "goes"), [(10.0, "r0"), (20.0, "r1")])
+def test_a_session_leaves_only_for_more_than_it_costs_the_caches(wait_s: float, goes: str) -> None:
+    """6.4 s of work elsewhere, which evict as much of others' KV as its home needs no more."""
+    fleet, prompt = make_copying_fleet(2, prefetch=False), tokens(6400)
+    stored(fleet, "r0", KvTier.GPU, blocks(prompt))
+    fleet.sessions.note("s", fleet.replicas["r0"].serial, 0.0)
+    make_busy(fleet, "r0", wait_s)
+    decision = place(fleet, prompt, session="s")
+    assert (decision.home, decision.replica_id) == ("r0", goes)
+    beyond_s = {each.replica_id: each.beyond_home_s for each in decision.candidates}
+    assert beyond_s == {"r0": 0.0, "r1": pytest.approx(6.4, rel=0.2)}
+    assert place(fleet, prompt).replica_id == "r1", "without a session nothing is left behind"
