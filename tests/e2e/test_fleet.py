@@ -130,6 +130,28 @@ def test_a_session_stays_at_home(fleet: Fleet, router: Router) -> None:
         assert served.headers["x-warmroute-reason"] == "session-home"
 
 
+@pytest.mark.parametrize(("stop", "go"), [("sleep?level=1", "wake_up"), ("pause", "resume")])
+def test_a_replica_that_stands_still_gets_nothing_until_it_goes_on(
+    fleet: Fleet, router: Router, stop: str, go: str
+) -> None:
+    """Its /health answers, and requests there hang without end."""
+
+    def state(replica: Replica) -> str:
+        told = call(f"{router.url}/replicas")
+        return str(next(each["state"] for each in told if each["id"] == replica.name))
+
+    prompt = fresh_prompt(600, seed=len(stop))
+    holder, other = warm_one(fleet, router, prompt)
+    call(f"{holder.url}/{stop}", {})
+    try:
+        wait_until(f"the router knows of the {stop}", lambda: state(holder) == "down")
+        assert {Served(router, prompt).replica for _ in range(3)} == {other.name}
+    finally:
+        call(f"{holder.url}/{go}", {})
+    wait_until(f"the router knows of the {go}", lambda: state(holder) == "up")
+    assert Served(router, fresh_prompt(300, seed=len(go))).replica
+
+
 def test_disk_kv_is_prefetched_before_the_request_is_forwarded(
     fleet: Fleet, router: Router
 ) -> None:
