@@ -155,7 +155,7 @@ def _decoded(raw: memoryview, most_bytes: int = _DECODED_BYTES) -> Iterator[str]
                 text = _STRING.decode(b"".join((b'"', raw[at : end - less], b'"')))
                 break
             except (msgspec.MsgspecError, ValueError) as error:
-                problem = error
+                problem = str(error)  # the error itself would keep this frame, and so the body
         else:
             message = f"the body is not valid JSON: {problem}"
             raise BadRequestError(message, code="invalid_json")

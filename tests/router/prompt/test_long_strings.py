@@ -1,6 +1,8 @@
 """Long strings are taken out of a body before it is parsed, and put back unchanged."""
 
+import gc
 import json
+import sys
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -120,6 +122,18 @@ def test_a_body_is_parsed_without_a_copy(content: str) -> None:
     finally:
         tracemalloc.stop()
     assert most_bytes < len(body) / 10
+
+
+def test_a_body_is_released_with_its_last_reference() -> None:
+    """Not at the next garbage collection: characters of several bytes lie across ends of parts."""
+    body = json.dumps({"prompt": "\u20ac" * MIB}, ensure_ascii=False).encode()
+    references = sys.getrefcount(body)
+    gc.disable()
+    try:
+        restored(body)
+        assert sys.getrefcount(body) == references
+    finally:
+        gc.enable()
 
 
 def test_a_long_name_of_a_model_is_not_a_mark() -> None:
