@@ -35,7 +35,7 @@ from router.prompt.chat_messages import (
 from router.prompt.chat_messages import conversation as converse
 from router.prompt.chat_template import ChatTemplate, Message, TemplateRefusedError, compiled
 from router.prompt.prompt import Prompt
-from router.prompt.token_cache import CutText, Encoder, Memo, Piece
+from router.prompt.token_cache import CutText, Encoder, Memo, Piece, TooManyTokensError
 from router.prompt.token_trust import Trust
 from router.prompt.tokenizer_files import TokenizerFiles
 from warmroute_common.api_errors import BadRequestError
@@ -96,7 +96,7 @@ TemplateFor = Callable[[bool], ChatTemplate | None]
 """The template used for a request (with tools or not)."""
 
 
-def too_long(tokens: int, max_tokens: int) -> BadRequestError:
+def too_long(tokens: int | str, max_tokens: int) -> BadRequestError:
     """Return the error for a prompt that no replica's context takes."""
     return BadRequestError(
         f"the prompt has {tokens} tokens, and the model's context takes {max_tokens}",
@@ -329,16 +329,26 @@ _MEDIA_SETTINGS: Final = ("mm_processor_kwargs", "media_io_kwargs")
 class Draft:
     """A prompt that is rendered and not tokenized yet."""
 
-    prompt_of: Callable[[list[Piece]], Prompt]
-    """Makes the prompt of the pieces of ``cut``."""
+    prompt_of: Callable[[list[Piece] | None], Prompt]
+    """Makes the prompt of the pieces of ``cut``; None if these are more than ``max_tokens``.
+
+    It keeps nothing of the request's body."""
     cut: CutText | None = None
     """Text to tokenize; None if there is none."""
     chars: int = 0
     """How long ``cut`` is."""
+    max_tokens: int | None = None
 
     def finish(self) -> Prompt:
-        """Return the prompt, tokenizing what of it is new."""
-        return self.prompt_of([] if self.cut is None else self.cut.pieces())
+        """Return the prompt, tokenizing what of it is new.
+
+        Raises `BadRequestError` if it certainly has more tokens than the model takes.
+        """
+        try:
+            pieces = [] if self.cut is None else self.cut.pieces(self.max_tokens)
+        except TooManyTokensError:
+            return self.prompt_of(None)
+        return self.prompt_of(pieces)
 
 
 class _Model(NamedTuple):
@@ -389,18 +399,18 @@ class Drafter:
             draft = self._draft(given, trust_in(given), max_tokens)
         except UnsupportedInputError as reason:
             draft = self._of_text(_stand_in(body), str(reason))
-        model = body.get("model")
+        model, settings = body.get("model"), _media_settings(body)
+        part_types = media.part_types(messages) if endpoint in _CHATS else frozenset[str]()
 
-        def completed(pieces: list[Piece]) -> Prompt:
+        def completed(pieces: list[Piece] | None) -> Prompt:
             prompt = draft.prompt_of(pieces)
             prompt.model = model if isinstance(model, str) else None
             prompt.cache_salt = salt
-            prompt.media_settings = _media_settings(body)
-            if endpoint in _CHATS:
-                prompt.part_types = media.part_types(messages)
+            prompt.media_settings = settings
+            prompt.part_types = part_types
             return prompt
 
-        return Draft(completed, draft.cut, draft.chars)
+        return replace(draft, prompt_of=completed)
 
     def _draft(self, given: PromptInput, trust: Trust, max_tokens: int | None) -> Draft:
         if isinstance(given, TextInput):
@@ -457,19 +467,27 @@ class Drafter:
         if max_tokens and len(text) > max_tokens * _LONG_TOKEN_CHARS:
             return self._of_text(text, _TOO_LONG)
 
-        def prompt_of(pieces: list[Piece]) -> Prompt:
+        truncation, given_doubt, untrusted = given.truncation, given.doubt, None
+        adds_ends = given.add_special_tokens and model.encoder.adds_ends
+        if trust is not Trust.EXACT:
+            untrusted = model.files.doubt or "no replica has confirmed the tokens"
+
+        def prompt_of(pieces: list[Piece] | None) -> Prompt:
+            if pieces is None:
+                if max_tokens and not (given_doubt or untrusted):
+                    raise too_long(f"more than {max_tokens}", max_tokens)
+                return Prompt(rendered=text, memo=self._memo, doubt=_TOO_LONG)
             every = _ids_of(pieces)
-            ids, doubt = self._truncated(every, given.truncation)
+            ids, doubt = self._truncated(every, truncation)
             if len(ids) != len(every):
                 pieces = []
-                if given.add_special_tokens and model.encoder.adds_ends:
+                if adds_ends:
                     doubt = "special tokens at the ends may survive truncation"
-            doubt = given.doubt or doubt
-            if trust is not Trust.EXACT:
-                doubt = doubt or model.files.doubt or "no replica has confirmed the tokens"
+            doubt = given_doubt or doubt or untrusted
             return Prompt(rendered=text, memo=self._memo, token_ids=ids, pieces=pieces, doubt=doubt)
 
-        return Draft(prompt_of, _cut(model.encoder, text, given), len(text))
+        most = max_tokens if truncation is None else None
+        return Draft(prompt_of, _cut(model.encoder, text, given), len(text), most)
 
     def _with_media(
         self,
@@ -490,19 +508,21 @@ class Drafter:
             real, _ = self._rendered(model, given, media.put_back(conversation, shown))
             start = media.start_before_media(text, real)
 
-        def prompt_of(pieces: list[Piece]) -> Prompt:
-            whole, ids = _without_end(pieces, _UNSURE_TOKENS)
+        first_medium, rest_chars = next(iter(shown.modality_of)), len(text) - len(start)
+
+        def prompt_of(pieces: list[Piece] | None) -> Prompt:
+            whole, ids = _without_end(pieces or [], _UNSURE_TOKENS)
             return Prompt(
                 rendered=text,
                 memo=self._memo,
                 token_ids=ids if len(ids) >= _FEWEST_TOKENS else None,
                 pieces=whole,
                 doubt=doubt,
-                first_medium=next(iter(shown.modality_of)),
-                rest_chars=len(text) - len(start),
+                first_medium=first_medium,
+                rest_chars=rest_chars,
             )
 
-        return Draft(prompt_of, _cut(model.encoder, start, given), len(start))
+        return Draft(prompt_of, _cut(model.encoder, start, given), len(start), max_tokens)
 
     def _truncated(
         self, ids: Sequence[int], truncation: Truncation | None

@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import aiohttp
 
@@ -151,13 +151,17 @@ class PromptReader:
         return cls(load_directory(Path(path)), chat_template=source, memo=memo)
 
     async def read(
-        self, endpoint: str, body: Body, body_bytes: float = 0, max_tokens: int | None = None
+        self,
+        endpoint: str,
+        body: dict[str, Any],
+        body_bytes: float = 0,
+        max_tokens: int | None = None,
     ) -> Prompt:
         """Return the prompt of a request to ``endpoint``; raise `BadRequestError` for wrong types.
 
         A prompt of more than ``max_tokens`` is a `BadRequestError` too; a text that is far longer
         is not tokenized. Long work runs in a thread and does not block the event loop.
-        ``body_bytes`` is the body's length as it was sent.
+        ``body_bytes`` is the body's length as it was sent; ``body`` is cleared if that is large.
         """
         prompt = await self._read(endpoint, body, body_bytes, max_tokens)
         if max_tokens is not None and prompt.exact and prompt.token_count > max_tokens:
@@ -165,10 +169,11 @@ class PromptReader:
         return prompt
 
     async def _read(
-        self, endpoint: str, body: Body, body_bytes: float, max_tokens: int | None
+        self, endpoint: str, body: dict[str, Any], body_bytes: float, max_tokens: int | None
     ) -> Prompt:
         if body_bytes > LARGE_BODY_BYTES:
             draft = await asyncio.to_thread(self._draft, endpoint, body, max_tokens)
+            body.clear()  # its texts are not needed beside the rendered one
             async with self._turns.turn(draft.chars):
                 return await asyncio.to_thread(draft.finish)
         draft = self._draft(endpoint, body, max_tokens)

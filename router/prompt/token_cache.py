@@ -18,7 +18,7 @@ import re
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Final, NamedTuple
@@ -32,6 +32,9 @@ _log = logging.getLogger("warmroute.prompt")
 
 CUT_CHARS: Final = 1024
 """The approximate length of a piece of plain text."""
+
+_BATCH_CHARS: Final = 64 << 10
+"""Tokenized at once: the tokenizer takes 50 to 700 bytes a character meanwhile."""
 
 _ENTRY_BYTES: Final = 400
 """Size of a dictionary entry and its small objects, without its payload."""
@@ -414,6 +417,10 @@ class Memo:
             self.used_bytes -= oldest.nbytes
 
 
+class TooManyTokensError(Exception):
+    """A text has more tokens than the model takes; not all of it was tokenized."""
+
+
 @dataclass(frozen=True, slots=True)
 class CutText:
     """A text in parts whose tokens, in a row, are its own; thread-safe."""
@@ -428,19 +435,23 @@ class CutText:
         """Return how many characters would have to be tokenized now."""
         return sum(len(name[1]) for name in self._names() if not self.memo.knows(name))
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self, most_tokens: int | None = None) -> list[Piece]:
         """Return the pieces, tokenizing the parts that are not in the memo, each once.
 
-        Raises `UnicodeEncodeError` or TypeError for text that is not Unicode.
+        Raises `TooManyTokensError` as soon as there are more than ``most_tokens``;
+        `UnicodeEncodeError` or TypeError for text that is not Unicode.
         """
         names = self._names()
         known = self.memo.find(names)
-        missing = [name for name in names if name not in known]
-        if missing:
-            texts = [text for _, text in missing]
+        tokens = sum(len(each.ids) for each in known.values())
+        for batch in _batches([name for name in names if name not in known]):
+            if most_tokens is not None and tokens > most_tokens:
+                raise TooManyTokensError
+            texts = [text for _, text in batch]
             made = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-            for name, encoding in zip(missing, made, strict=True):
+            for name, encoding in zip(batch, made, strict=True):
                 known[name] = self.memo.add(name, encoding.ids, 2 * len(name[1]))
+                tokens += len(known[name].ids)
         return [
             Piece.of_token(part.token_id)
             if part.token_id is not None
@@ -451,6 +462,19 @@ class CutText:
     def _names(self) -> Collection[tuple[object, str]]:
         """Return the memo's name of each part that is text, each once."""
         return {(self.space, part.text): None for part in self.parts if part.token_id is None}
+
+
+def _batches(names: Iterable[tuple[object, str]]) -> Iterator[list[tuple[object, str]]]:
+    batch: list[tuple[object, str]] = []
+    chars = 0
+    for name in names:
+        if batch and chars + len(name[1]) > _BATCH_CHARS:
+            yield batch
+            batch, chars = [], 0
+        batch.append(name)
+        chars += len(name[1])
+    if batch:
+        yield batch
 
 
 class Encoder:

@@ -412,7 +412,7 @@ class RequestLifecycle:
         try:
             return await reader.read(
                 asked.endpoint,
-                dict(asked.fields),
+                asked.fields,
                 len(asked.body),
                 self._prompts.max_model_len(asked.model),
             )

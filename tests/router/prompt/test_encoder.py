@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from router.prompt.token_cache import Encoder, Memo
+from router.prompt.token_cache import Encoder, Memo, TooManyTokensError
 from tests.router.prompt.helpers import LONG
 from tests.router.prompt.tokenizer_makers import KINDS, SPECIALS, TEXT, texts
 
@@ -84,6 +84,16 @@ def test_without_room_everything_is_tokenized_anew() -> None:
         assert ids_of(encoder, text) == expected("llama3", text)
     memo.check()
     assert memo.used_bytes == 0
+
+
+def test_a_text_of_too_many_tokens_is_not_tokenized_to_its_end() -> None:
+    memo = Memo(1 << 24)
+    encoder = Encoder(tokenizer_of("llama3"), memo)
+    text = "".join(f"the number {number} and " for number in range(50_000))
+    with pytest.raises(TooManyTokensError):
+        encoder.cut(text, add_special_tokens=False).pieces(1_000)
+    assert 1_000 < memo.tokens_tokenized < 100_000
+    assert len(ids_of(encoder, text)) > 200_000
 
 
 def test_text_that_is_not_unicode_is_an_error() -> None:
