@@ -313,9 +313,9 @@ _UNSURE_TOKENS: Final = 8
 # that reaches past the medium.
 _FEWEST_TOKENS: Final = 256
 
-# A text with more characters than this for each token that the model takes is not tokenized: texts
-# have half as many, and the replica will refuse it.
-_LONG_TOKEN_CHARS: Final = 16
+LONG_TOKEN_CHARS: Final = 16
+"""A text with more characters than this for each token that the model takes is not tokenized: texts
+have half as many, and the replica will refuse it."""
 _TOO_LONG: Final = "it is longer than what the model's context takes"
 
 # Where a replica may choose an adapter by the kinds of content.
@@ -464,7 +464,7 @@ class Drafter:
             return self._of_text(text, "there is no tokenizer")
         if trust is Trust.REFUTED:
             return self._of_text(text, _refuted(model))
-        if max_tokens and len(text) > max_tokens * _LONG_TOKEN_CHARS:
+        if max_tokens and len(text) > max_tokens * LONG_TOKEN_CHARS:
             return self._of_text(text, _TOO_LONG)
 
         truncation, given_doubt, untrusted = given.truncation, given.doubt, None
@@ -501,7 +501,7 @@ class Drafter:
         doubt = _no_start(model, given, trust, shown)
         text, conversation = self._rendered(model, replace(given, messages=shown.messages))
         start = ""
-        if max_tokens and len(text) > max_tokens * _LONG_TOKEN_CHARS:
+        if max_tokens and len(text) > max_tokens * LONG_TOKEN_CHARS:
             doubt = _TOO_LONG
         if doubt is None:
             doubt = "what stands from the first medium on has no keys that could be known"

@@ -51,22 +51,23 @@ class LongStrings:
         """Length of the strings that belong to media."""
         self.is_cut = False
         """Whether only the beginning of a text was decoded."""
-        self.rest: BodyBytes = body
-        if len(body) <= LARGE_BODY_BYTES:
-            return
-        parts: list[bytes | memoryview] = []
-        at = 0
-        for number, (start, end) in enumerate(self._spans):
-            parts += [self._body[at:start], f"{self._mark}{number} ".encode()]
-            at = end
-        parts.append(self._body[at:])
-        if sum(map(len, parts)) > _MAX_REST_BYTES:
+        self._chars_left = MAX_TEXT_BYTES
+        rest_bytes = len(body) - sum(end - start for start, end in self._spans)
+        if rest_bytes > _MAX_REST_BYTES:
             raise BadRequestError(
                 f"the body has more than {_MAX_REST_BYTES} bytes besides its strings of more than "
                 f"{2 * _SCANNED_BYTES} bytes",
                 code="too_many_values",
             )
-        self.rest = b"".join(parts)
+        self.rest: BodyBytes = self._without_strings() if self._spans else body
+
+    def _without_strings(self) -> bytes:
+        parts: list[bytes | memoryview] = []
+        at = 0
+        for number, (start, end) in enumerate(self._spans):
+            parts += [self._body[at:start], f"{self._mark}{number} ".encode()]
+            at = end
+        return b"".join([*parts, self._body[at:]])
 
     def is_mark(self, value: object) -> bool:
         """Whether a value in ``rest`` stands for a long string."""
@@ -86,8 +87,12 @@ class LongStrings:
             parts.append(each)
         return joined(parts)
 
-    def restore(self, fields: dict[str, Any]) -> None:
-        """Decode the strings into what was parsed of ``rest``; raise `BadRequestError`."""
+    def restore(self, fields: dict[str, Any], most_chars: int | None = None) -> None:
+        """Decode the strings into what was parsed of ``rest``; raise `BadRequestError`.
+
+        Texts beyond ``most_chars`` are not decoded.
+        """
+        self._chars_left = MAX_TEXT_BYTES if most_chars is None else most_chars
         if self._spans:
             try:
                 self._restored(fields, in_medium=False)
@@ -112,11 +117,20 @@ class LongStrings:
         raw, length = self._body[start:end], end - start
         if in_medium and _IN_BASE64.fullmatch(raw[:_HEAD_BYTES]):
             self.media_bytes += length
-        elif self.text_bytes + length <= MAX_TEXT_BYTES:
-            self.text_bytes += length
-            return "".join(_decoded(raw))
-        else:
+        elif self.text_bytes + length > MAX_TEXT_BYTES:
             self.is_cut = True
+        else:
+            # Appended to in place: joining parts would take the memory twice.
+            text = ""
+            for part in _decoded(raw):
+                self._chars_left -= len(part)
+                if self._chars_left < 0:
+                    self.is_cut = True
+                    break
+                text += part
+            else:
+                self.text_bytes += length
+                return text
         return next(_decoded(raw, _HEAD_BYTES)) + xxhash.xxh3_128_hexdigest(raw)
 
 

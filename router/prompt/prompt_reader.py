@@ -27,7 +27,15 @@ import aiohttp
 from router.agent_client import AgentError
 from router.config.settings import TokenizerConfig
 from router.prompt.chat_template import read_source
-from router.prompt.drafter import Body, Draft, Drafter, PromptInput, TextInput, too_long
+from router.prompt.drafter import (
+    LONG_TOKEN_CHARS,
+    Body,
+    Draft,
+    Drafter,
+    PromptInput,
+    TextInput,
+    too_long,
+)
 from router.prompt.prompt import Prompt
 from router.prompt.request_body import LARGE_BODY_BYTES
 from router.prompt.token_cache import Memo
@@ -371,12 +379,20 @@ class PromptSource:
         """
         lengths = [
             each.max_model_len
-            for replica in self._replicas.values()
+            for replica in list(self._replicas.values())  # threads call this too
             for each in replica.models
             if model is None or each.id == model
         ]
         known = [each for each in lengths if each is not None]
         return max(known) if known and len(known) == len(lengths) else None
+
+    def most_chars(self, model: str | None) -> int | None:
+        """Return how long a text may be that is tokenized for a model; None if that is not known.
+
+        May be called in any thread.
+        """
+        length = self.max_model_len(model)
+        return None if length is None else length * LONG_TOKEN_CHARS
 
     async def learn(
         self,

@@ -205,7 +205,9 @@ class RequestLifecycle:
     ) -> ParsedRequest:
         """Return what routing needs of a request; raise `BadRequestError`: see `Policy.parse`."""
         return await off_loop(
-            len(body), self.policy.parse, plane, method, path, headers, body, salt_key=salt_key
+            *(len(body), self.policy.parse, plane, method, path, headers, body),
+            salt_key=salt_key,
+            most_chars=self._prompts.most_chars,
         )
 
     async def read(self, asked: ParsedRequest, record: RequestRecord) -> PromptKeyCache:

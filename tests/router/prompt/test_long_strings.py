@@ -105,6 +105,32 @@ def test_of_more_text_than_a_context_takes_the_beginning_is_read() -> None:
     assert asked.is_cut
 
 
+@pytest.mark.parametrize("most_chars", [None, 3 * MIB, 3 * MIB - 1])
+def test_no_more_is_read_of_a_text_than_a_model_takes(most_chars: int | None) -> None:
+    text = "a\u20ac\n" * MIB
+    taken = LongStrings(json.dumps({"prompt": text}, ensure_ascii=False).encode())
+    fields = prompt_fields(taken.rest)
+    taken.restore(fields, most_chars)
+    if most_chars is None or most_chars >= len(text):
+        assert fields == {"prompt": text}
+        assert not taken.is_cut
+    else:
+        assert len(fields["prompt"]) < 1000
+        assert taken.is_cut
+
+
+@pytest.mark.parametrize("content", ["a", "\\u4e2d", "null"])
+def test_reading_a_text_takes_its_memory_once(content: str) -> None:
+    body = b'{"prompt":"%s"}' % (content.encode() * (4 * MIB // len(content)))
+    tracemalloc.start()
+    try:
+        restored(body)
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < 1.6 * len(body), "the decoding of a part of 1 MiB takes memory, too"
+
+
 def test_a_large_body_of_short_strings_is_refused() -> None:
     """One call would parse it."""
     with pytest.raises(BadRequestError, match="besides its strings of more than 8192 bytes"):
