@@ -346,7 +346,7 @@ def _prompted(
 ) -> ParsedRequest:
     long_strings = LongStrings(body)
     read = long_strings.rest
-    size_bytes = parsed_bytes(read)
+    size_bytes = parsed_bytes(read, long_strings.listed)
     fields = prompt_fields(read)
     named = _text(fields, "model")
     long_strings.restore(fields, most_chars(aliases.get(named or "", named)))
@@ -403,7 +403,7 @@ def _model_of(
         return {}, None, body
     long_strings = LongStrings(body)
     read = long_strings.rest
-    parsed_bytes(read)
+    parsed_bytes(read, long_strings.listed)
     fields = {
         name: each for name, each in short_members(read).items() if not long_strings.is_mark(each)
     }

@@ -34,6 +34,7 @@ from router.prompt.chat_messages import (
 )
 from router.prompt.chat_messages import conversation as converse
 from router.prompt.chat_template import ChatTemplate, Message, TemplateRefusedError, compiled
+from router.prompt.long_strings import LARGEST_ID
 from router.prompt.prompt import Prompt
 from router.prompt.token_cache import CutText, Encoder, Memo, Piece, TooManyTokensError
 from router.prompt.token_trust import Trust
@@ -71,7 +72,7 @@ class Truncation:
 class TextInput:
     """A prompt that is text, or token ids already."""
 
-    prompt: str | list[int]
+    prompt: str | Sequence[int]
     add_special_tokens: bool
     truncation: Truncation | None = None
     doubt: str | None = None
@@ -233,7 +234,7 @@ def _messages(body: Body, template_for: TemplateFor) -> ChatInput:
 def _text_input(body: Body, name: str) -> TextInput:
     prompt = body.get(name)
     doubt = None
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list | array):
         doubt = "only the first of several prompts is looked at" if len(prompt) > 1 else None
         prompt = prompt[0]
     return TextInput(
@@ -244,10 +245,12 @@ def _text_input(body: Body, name: str) -> TextInput:
     )
 
 
-def _text_or_tokens(prompt: object, name: str) -> str | list[int]:
+def _text_or_tokens(prompt: object, name: str) -> str | Sequence[int]:
     if isinstance(prompt, str):
         return prompt
-    if not isinstance(prompt, list) or not prompt:
+    if isinstance(prompt, array) and prompt:
+        return prompt  # `LongStrings` has checked it
+    if not isinstance(prompt, list | array) or not prompt:
         raise BadRequestError(
             f"'{name}' must be a string, a list of token ids, or a list of those", param=name
         )
@@ -255,7 +258,7 @@ def _text_or_tokens(prompt: object, name: str) -> str | list[int]:
     kinds = set(map(type, prompt))
     if kinds != {int} and kinds <= {int, bool, float}:
         raise UnsupportedInputError("token ids that are no whole numbers")
-    if kinds != {int} or min(prompt) < 0 or max(prompt) > 0x7FFF_FFFF:
+    if kinds != {int} or min(prompt) < 0 or max(prompt) > LARGEST_ID:
         raise BadRequestError(f"'{name}' holds something that is no token id", param=name)
     return prompt
 
@@ -414,7 +417,7 @@ class Drafter:
 
     def _draft(self, given: PromptInput, trust: Trust, max_tokens: int | None) -> Draft:
         if isinstance(given, TextInput):
-            if isinstance(given.prompt, list):
+            if not isinstance(given.prompt, str):
                 if max_tokens and len(given.prompt) > max_tokens and given.truncation is None:
                     raise too_long(len(given.prompt), max_tokens)
                 return self._of_ids(given, given.prompt)
@@ -446,7 +449,7 @@ class Drafter:
     def _of_text(self, text: str, doubt: str) -> Draft:
         return Draft(lambda pieces: Prompt(rendered=text, memo=self._memo, doubt=doubt))
 
-    def _of_ids(self, given: TextInput, prompt: list[int]) -> Draft:
+    def _of_ids(self, given: TextInput, prompt: Sequence[int]) -> Draft:
         ids, cut = self._truncated(prompt, given.truncation)
         doubt = given.doubt or cut
         return Draft(
@@ -575,9 +578,16 @@ def _stand_in(body: Body) -> str:
     """Return a text that begins alike for requests whose prompts begin alike."""
     lines: list[Any] = [body.get(key) for key in ("tools", "instructions", "system")]
     for key in ("messages", "input", "prompt"):
-        value = media.shortened(body.get(key))
+        value = media.shortened(_as_lists(body.get(key)))
         lines += value if isinstance(value, list) else [value]
     return "\n".join(_line(each) for each in lines if each is not None)
+
+
+def _as_lists(value: Any) -> Any:
+    """Return a prompt's field with lists in place of arrays of token ids."""
+    if isinstance(value, list) and any(isinstance(each, array) for each in value):
+        return [_as_lists(each) for each in value]
+    return value.tolist() if isinstance(value, array) else value
 
 
 def _line(value: Any) -> str:

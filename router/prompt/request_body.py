@@ -162,8 +162,8 @@ def joined(parts: Sequence[bytes | memoryview]) -> BodyBytes:
     return whole
 
 
-def parsed_bytes(body: BodyBytes) -> int:
-    """Return about how much memory the values of a JSON body take.
+def parsed_bytes(body: BodyBytes, more_values: int = 0) -> int:
+    """Return about how much memory the values of a JSON body take, and more besides.
 
     Raises `BadRequestError` above the limits. Takes up to a second for a hostile body.
     """
@@ -172,6 +172,7 @@ def parsed_bytes(body: BodyBytes) -> int:
     if values > MAX_VALUES or members > MAX_MEMBERS:
         # So far what stands in strings was counted too.
         values, members = _counts(_outside_strings(body))
+    values += more_values
     if values > MAX_VALUES:
         raise _too_many(f"{MAX_VALUES} values")
     if members > MAX_MEMBERS:
