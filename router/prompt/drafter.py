@@ -206,7 +206,8 @@ def _responses(body: Body) -> ChatInput:
         raise UnsupportedInputError("what a previous response said is known only to its replica")
     if body.get("previous_input_messages") is not None:
         raise UnsupportedInputError("previous_input_messages")
-    goes_on = responses.continues(body.get("input"))
+    given = _as_lists(body.get("input"))
+    goes_on = responses.continues(given)
     reasoning = _typed(body, "reasoning", dict[str, Any]) or {}
     chat = _only(body, _ANSWERED) | {
         "add_generation_prompt": not goes_on,
@@ -214,7 +215,7 @@ def _responses(body: Body) -> ChatInput:
         "add_special_tokens": True,  # so it is in vLLM, unlike for chat completions
         "reasoning_effort": _typed(reasoning, "effort", str),
     }
-    messages = responses.messages(body.get("input"), _typed(body, "instructions", str))
+    messages = responses.messages(given, _typed(body, "instructions", str))
     made = _chat_input(chat, messages, responses.tools(body.get("tools")))
     cut = body.get("truncation", "disabled") != "disabled"
     return replace(made, dialect=RESPONSES, truncation=Truncation(tokens=-1) if cut else None)
@@ -319,6 +320,7 @@ _FEWEST_TOKENS: Final = 256
 LONG_TOKEN_CHARS: Final = 16
 """A text with more characters than this for each token that the model takes is not tokenized: texts
 have half as many, and the replica will refuse it."""
+_UNCUT: Final = "a long part of it can only be tokenized at once, which takes too much memory"
 _TOO_LONG: Final = "it is longer than what the model's context takes"
 
 # Where a replica may choose an adapter by the kinds of content.
@@ -469,6 +471,9 @@ class Drafter:
             return self._of_text(text, _refuted(model))
         if max_tokens and len(text) > max_tokens * LONG_TOKEN_CHARS:
             return self._of_text(text, _TOO_LONG)
+        cut = _cut(model.encoder, text, given)
+        if model.encoder.has_huge_part(cut):
+            return self._of_text(text, _UNCUT)
 
         truncation, given_doubt, untrusted = given.truncation, given.doubt, None
         adds_ends = given.add_special_tokens and model.encoder.adds_ends
@@ -490,7 +495,7 @@ class Drafter:
             return Prompt(rendered=text, memo=self._memo, token_ids=ids, pieces=pieces, doubt=doubt)
 
         most = max_tokens if truncation is None else None
-        return Draft(prompt_of, _cut(model.encoder, text, given), len(text), most)
+        return Draft(prompt_of, cut, len(text), most)
 
     def _with_media(
         self,
@@ -525,7 +530,10 @@ class Drafter:
                 rest_chars=rest_chars,
             )
 
-        return Draft(prompt_of, _cut(model.encoder, start, given), len(start), max_tokens)
+        cut = _cut(model.encoder, start, given)
+        if model.encoder.has_huge_part(cut):
+            return self._of_text(text, _UNCUT)
+        return Draft(prompt_of, cut, len(start), max_tokens)
 
     def _truncated(
         self, ids: Sequence[int], truncation: Truncation | None

@@ -16,6 +16,7 @@ import logging
 import os.path
 import re
 import threading
+import unicodedata
 from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +34,8 @@ _log = logging.getLogger("warmroute.prompt")
 CUT_CHARS: Final = 1024
 """The approximate length of a piece of plain text."""
 
+_HUGE_BYTES: Final = 64 << 10
+"""Longer parts are not tokenized, if prose has none: they take 50 to 200 times their size."""
 _BATCH_CHARS: Final = 64 << 10
 """Tokenized at once: the tokenizer takes 50 to 700 bytes a character meanwhile."""
 
@@ -46,6 +49,12 @@ _RUN_TOKENS: Final = 128
 _PROBES: Final = ("a", "Hello, world", " x\n", "é 12")
 
 _CUT: Final = re.compile(r"[A-Za-z](?= [A-Za-z])")
+_SEARCHED_CHARS: Final = 8192
+_CUT_AT_OTHERS: Final = re.compile("[^\\W\\d_](?=[ \n!-&(-@\\[-`{-~。，、；：！？])")  # noqa: RUF001
+"""Where the split patterns below end a match, if the letter is plain (`_is_plain`).
+
+On the right is nothing that may be of a word: no apostrophe, no mark, no other letter.
+"""
 
 # Normalizers that leave ASCII letters and spaces alone, or change each by itself.
 _LOCAL_NORMALIZERS: Final = frozenset(
@@ -123,6 +132,12 @@ class Cutter:
             and not any(map(_reaches_across, added))
             and _parts_words(description, steps)
         )
+        self.splits_words = (
+            self.splits_text
+            and _SPACES_REPLACED not in _steps(description.get("normalizer"), "normalizers")
+            and _splits_words(steps, added)
+        )
+        """Whether texts can be cut at the ends of all words, not only between two words."""
         # All tokens that are looked for before normalization take part in the
         # search, since the longest at a place wins; but only pieces that take
         # nothing around them are places to cut.
@@ -152,7 +167,13 @@ class Cutter:
     def _add_pieces(self, parts: list[Part], stretch: str) -> None:
         start = 0
         while self.splits_text and len(stretch) - start > CUT_CHARS:
-            cut = _CUT.search(stretch, start + CUT_CHARS)
+            end = start + _SEARCHED_CHARS
+            cut = _CUT.search(stretch, start + CUT_CHARS, end + 2)
+            if cut is None and self.splits_words:
+                found = _CUT_AT_OTHERS.finditer(stretch, end)
+                cut = next((each for each in found if _is_plain(each.group())), None)
+            elif cut is None:
+                cut = _CUT.search(stretch, end)
             if cut is None:
                 break
             parts.append(Part(stretch[start : cut.end()]))
@@ -206,6 +227,27 @@ def _parts_words(description: Mapping[str, Any], steps: Sequence[Mapping[str, An
         return False
     parting = [_parts_at_space(step, spaces_replaced=spaces_replaced) for step in steps]
     return None not in parting and (any(parting) or _no_merge_over_space(model))
+
+
+def _splits_words(steps: Sequence[Mapping[str, Any]], added: Collection[Mapping[str, Any]]) -> bool:
+    """Whether `_CUT_AT_OTHERS` may cut too, where `_CUT` may: words are split by a pattern."""
+    patterns = [step for step in steps if "Regex" in step.get("pattern", ())]
+    rest = [step for step in steps if step not in patterns]
+    return (
+        all(one["type"] == "ByteLevel" and not one["add_prefix_space"] for one in rest)
+        and any(_parts_at_space(step, spaces_replaced=False) for step in steps)
+        and not any(
+            one["rstrip"] or _CUT_AT_OTHERS.search(one["content"])
+            for one in added
+            if one["normalized"] or one["lstrip"] or one["rstrip"]
+        )
+    )
+
+
+def _is_plain(letter: str) -> bool:
+    """Whether no normalizer makes anything but letters of it."""
+    forms = (letter, letter.lower(), unicodedata.normalize("NFKD", letter))
+    return all(unicodedata.category(each)[0] == "L" for form in forms for each in form)
 
 
 def _parts_at_space(step: Mapping[str, Any], *, spaces_replaced: bool) -> bool | None:
@@ -516,6 +558,16 @@ class Encoder:
             parts = [*self._before, *parts, *self._after]
         return CutText(parts, self._bare, self._memo, self._space)
 
+    def has_huge_part(self, cut: CutText) -> bool:
+        """Whether a part of a text is too long to be tokenized, and no prose.
+
+        False for tokenizers whose texts cannot be cut at the ends of all words.
+        """
+        return self._cutter.splits_words and any(
+            4 * len(part.text) > _HUGE_BYTES and len(part.text.encode()) > _HUGE_BYTES
+            for part in cut.parts
+        )
+
     def _ends(self, tokenizer: Tokenizer) -> tuple[list[Part], list[Part]]:
         """Return the tokens put before and after any text."""
         found: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
@@ -540,6 +592,7 @@ class Encoder:
         mark = min(special, default="")
         words = "The quick brown fox jumps over 13 lazy dogs, doesn't it?\n\n "
         sample = words + mark + words * (1 + 3 * CUT_CHARS // len(words)) + mark + words
+        sample += "词，B/г=" * (3 * _SEARCHED_CHARS // 6)  # noqa: RUF001
         cut = CutText(self._cutter.parts(sample), self._bare, Memo(1 << 20), self._space)
         together = [token for piece in cut.pieces() for token in piece.ids]
         return together == self._bare.encode(sample, add_special_tokens=False).ids
