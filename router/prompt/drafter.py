@@ -36,7 +36,14 @@ from router.prompt.chat_messages import conversation as converse
 from router.prompt.chat_template import ChatTemplate, Message, TemplateRefusedError, compiled
 from router.prompt.long_strings import LARGEST_ID
 from router.prompt.prompt import Prompt
-from router.prompt.token_cache import CutText, Encoder, Memo, Piece, TooManyTokensError
+from router.prompt.token_cache import (
+    CutText,
+    Encoder,
+    HugePartError,
+    Memo,
+    Piece,
+    TooManyTokensError,
+)
 from router.prompt.token_trust import Trust
 from router.prompt.tokenizer_files import TokenizerFiles
 from warmroute_common.api_errors import BadRequestError
@@ -323,6 +330,8 @@ have half as many, and the replica will refuse it."""
 _UNCUT: Final = "a long part of it can only be tokenized at once, which takes too much memory"
 _TOO_LONG: Final = "it is longer than what the model's context takes"
 
+_ENCODED_CHARS: Final = 64 << 10
+
 # Where a replica may choose an adapter by the kinds of content.
 _CHATS: Final = frozenset({"/v1/chat/completions", "/v1/messages"})
 
@@ -471,8 +480,9 @@ class Drafter:
             return self._of_text(text, _refuted(model))
         if max_tokens and len(text) > max_tokens * LONG_TOKEN_CHARS:
             return self._of_text(text, _TOO_LONG)
-        cut = _cut(model.encoder, text, given)
-        if model.encoder.has_huge_part(cut):
+        try:
+            cut = _cut(model.encoder, text, given)
+        except HugePartError:
             return self._of_text(text, _UNCUT)
 
         truncation, given_doubt, untrusted = given.truncation, given.doubt, None
@@ -530,8 +540,9 @@ class Drafter:
                 rest_chars=rest_chars,
             )
 
-        cut = _cut(model.encoder, start, given)
-        if model.encoder.has_huge_part(cut):
+        try:
+            cut = _cut(model.encoder, start, given)
+        except HugePartError:
             return self._of_text(text, _UNCUT)
         return Draft(prompt_of, cut, len(start), max_tokens)
 
@@ -607,7 +618,8 @@ def _line(value: Any) -> str:
 
 def _cut(encoder: Encoder, text: str, given: PromptInput) -> CutText:
     try:
-        text.encode()
+        for at in range(0, len(text), _ENCODED_CHARS):
+            text[at : at + _ENCODED_CHARS].encode()
     except UnicodeEncodeError as error:
         raise UnsupportedInputError(f"the text is not Unicode ({error})") from error
     return encoder.cut(text, add_special_tokens=given.add_special_tokens)

@@ -34,10 +34,10 @@ _log = logging.getLogger("warmroute.prompt")
 CUT_CHARS: Final = 1024
 """The approximate length of a piece of plain text."""
 
-_HUGE_BYTES: Final = 64 << 10
+_HUGE_BYTES: Final = 32 << 10
 """Longer parts are not tokenized, if prose has none: they take 50 to 200 times their size."""
-_BATCH_CHARS: Final = 64 << 10
-"""Tokenized at once: the tokenizer takes 50 to 700 bytes a character meanwhile."""
+_BATCH_BYTES: Final = 32 << 10
+"""Tokenized at once: the tokenizer takes 50 to 200 times as much memory meanwhile."""
 
 _ENTRY_BYTES: Final = 400
 """Size of a dictionary entry and its small objects, without its payload."""
@@ -49,7 +49,7 @@ _RUN_TOKENS: Final = 128
 _PROBES: Final = ("a", "Hello, world", " x\n", "é 12")
 
 _CUT: Final = re.compile(r"[A-Za-z](?= [A-Za-z])")
-_SEARCHED_CHARS: Final = 8192
+_SEARCHED_CHARS: Final = 2048
 _CUT_AT_OTHERS: Final = re.compile("[^\\W\\d_](?=[ \n!-&(-@\\[-`{-~。，、；：！？])")  # noqa: RUF001
 """Where the split patterns below end a match, if the letter is plain (`_is_plain`).
 
@@ -103,6 +103,10 @@ _LOCAL_SPLIT: Final = _made_of((*_WORDS, *_OTHERS))
 _SPLIT_WITHOUT_WORDS: Final = _made_of(_OTHERS)
 
 
+class HugePartError(Exception):
+    """A text has a part that cannot be cut, and that would take too much memory."""
+
+
 class Part(NamedTuple):
     """A stretch of text between special tokens, or one special token (``token_id``)."""
 
@@ -150,7 +154,11 @@ class Cutter:
         }
 
     def parts(self, text: str) -> list[Part]:
-        """Return the parts of ``text``, in order; none of them is empty."""
+        """Return the parts of ``text``, in order; none of them is empty.
+
+        Raises `HugePartError` if one is too long to be tokenized and the text is no prose: only if
+        texts can be cut at the ends of all words.
+        """
         parts: list[Part] = []
         start = 0
         may_hold = self.splits_specials and any(map(text.__contains__, self._beginnings))
@@ -158,28 +166,35 @@ class Cutter:
             token_id = self._ids.get(match.group())
             if token_id is None:
                 continue
-            self._add_pieces(parts, text[start : match.start()])
+            self._add_pieces(parts, text, start, match.start())
             parts.append(Part(match.group(), token_id))
             start = match.end()
-        self._add_pieces(parts, text[start:])
+        self._add_pieces(parts, text, start, len(text))
         return parts
 
-    def _add_pieces(self, parts: list[Part], stretch: str) -> None:
-        start = 0
-        while self.splits_text and len(stretch) - start > CUT_CHARS:
+    def _add_pieces(self, parts: list[Part], text: str, start: int, stop: int) -> None:
+        while self.splits_text and stop - start > CUT_CHARS:
             end = start + _SEARCHED_CHARS
-            cut = _CUT.search(stretch, start + CUT_CHARS, end + 2)
+            cut = _CUT.search(text, start + CUT_CHARS, min(end + 2, stop))
             if cut is None and self.splits_words:
-                found = _CUT_AT_OTHERS.finditer(stretch, end)
+                found = _CUT_AT_OTHERS.finditer(text, end, stop)
                 cut = next((each for each in found if _is_plain(each.group())), None)
             elif cut is None:
-                cut = _CUT.search(stretch, end)
+                cut = _CUT.search(text, end, stop)
             if cut is None:
                 break
-            parts.append(Part(stretch[start : cut.end()]))
+            self._add_piece(parts, text, start, cut.end())
             start = cut.end()
-        if start < len(stretch):
-            parts.append(Part(stretch[start:]))
+        if start < stop:
+            self._add_piece(parts, text, start, stop)
+
+    def _add_piece(self, parts: list[Part], text: str, start: int, stop: int) -> None:
+        if self.splits_words and (
+            stop - start > _HUGE_BYTES
+            or (4 * (stop - start) > _HUGE_BYTES < len(text[start:stop].encode()))
+        ):
+            raise HugePartError
+        parts.append(Part(text[start:stop]))
 
 
 def longest_first(contents: Iterable[str]) -> str:
@@ -508,13 +523,13 @@ class CutText:
 
 def _batches(names: Iterable[tuple[object, str]]) -> Iterator[list[tuple[object, str]]]:
     batch: list[tuple[object, str]] = []
-    chars = 0
+    size = 0
     for name in names:
-        if batch and chars + len(name[1]) > _BATCH_CHARS:
+        size += len(name[1].encode())
+        if batch and size > _BATCH_BYTES:
             yield batch
-            batch, chars = [], 0
+            batch, size = [], len(name[1].encode())
         batch.append(name)
-        chars += len(name[1])
     if batch:
         yield batch
 
@@ -552,21 +567,11 @@ class Encoder:
         return self._special.search(text) is not None
 
     def cut(self, text: str, *, add_special_tokens: bool) -> CutText:
-        """Return the text in parts that are tokenized one by one."""
+        """Return the text in parts that are tokenized one by one; raise `HugePartError`."""
         parts = self._cutter.parts(text)
         if add_special_tokens:
             parts = [*self._before, *parts, *self._after]
         return CutText(parts, self._bare, self._memo, self._space)
-
-    def has_huge_part(self, cut: CutText) -> bool:
-        """Whether a part of a text is too long to be tokenized, and no prose.
-
-        False for tokenizers whose texts cannot be cut at the ends of all words.
-        """
-        return self._cutter.splits_words and any(
-            4 * len(part.text) > _HUGE_BYTES and len(part.text.encode()) > _HUGE_BYTES
-            for part in cut.parts
-        )
 
     def _ends(self, tokenizer: Tokenizer) -> tuple[list[Part], list[Part]]:
         """Return the tokens put before and after any text."""

@@ -12,7 +12,7 @@ from tokenizers import Regex, Tokenizer, normalizers
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
 from router.prompt import token_cache
-from router.prompt.token_cache import Cutter, Encoder, Memo, TooManyTokensError
+from router.prompt.token_cache import Cutter, Encoder, HugePartError, Memo, TooManyTokensError
 from tests.router.prompt.helpers import LONG
 from tests.router.prompt.tokenizer_makers import KINDS, SPECIALS, TEXT, texts
 
@@ -208,7 +208,8 @@ def splitting(kind: str, normalizer: str) -> tuple[Tokenizer, Cutter]:
 def test_no_part_of_prose_is_huge(kind: str, text: str) -> None:
     encoder = encoder_of(kind)
     prose = encoder.cut(text * (500_000 // len(text)), add_special_tokens=False)
-    assert max(len(part.text) for part in prose.parts) < 9_000
-    assert not encoder.has_huge_part(prose)
-    assert encoder.has_huge_part(encoder.cut("a" * 100_000, add_special_tokens=False))
-    assert encoder.has_huge_part(encoder.cut("👩" * 20_000, add_special_tokens=False))
+    assert max(len(part.text) for part in prose.parts) < 2_100
+    for huge in ("a" * 40_000, "👩" * 10_000):
+        with pytest.raises(HugePartError):
+            encoder.cut(huge, add_special_tokens=False)
+    assert encoder.cut("a" * 30_000, add_special_tokens=False).parts

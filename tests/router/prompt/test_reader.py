@@ -536,6 +536,25 @@ async def test_ids_in_an_array_are_read_as_those_in_a_list(
     assert found[0] == found[1]
 
 
+def test_a_word_that_takes_too_much_memory_is_matched_by_its_text(reader: PromptReader) -> None:
+    before = reader.memo.tokens_tokenized
+    for body in (
+        chat(said("user", "a" * 40_000)),
+        chat(said("user", "a" * 40_000), {"role": "user", "content": [IMAGE]}),
+    ):
+        prompt = reader.read_now(CHAT, body)
+        assert prompt.token_ids is None and "memory" in (prompt.doubt or "")
+        assert "a" * 40_000 in prompt.text
+    assert reader.memo.tokens_tokenized == before
+
+
+def test_the_place_of_what_is_wrong_in_a_long_list_is_named(reader: PromptReader) -> None:
+    documents: list[object] = [{"title": "a"}] * 10_000
+    documents[9_000] = None
+    with pytest.raises(BadRequestError, match=r"'documents\[9000\]': Expected `object`"):
+        reader.read_now(CHAT, {**chat(said("user", "a")), "documents": documents})
+
+
 async def test_a_text_that_is_far_too_long_is_not_tokenized(reader: PromptReader) -> None:
     text = distinct("one")
     most = len(text) // 16
