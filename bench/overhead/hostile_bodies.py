@@ -286,16 +286,18 @@ def running(
     replicas = [{"url": ours.recv()}]
     config.write_text(json.dumps({"port": port, "log_level": "warning", "replicas": replicas}))
     command = [sys.executable, "-m", "bench.overhead.hostile_bodies", "--router", str(config)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     url = f"http://{HOST}:{port}"
-    try:
-        _wait_ready(url, ordinary[0])
-        yield Router(process, url)
-    finally:
-        process.kill()
-        process.wait()
-        replica.kill()
-        replica.join()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            _wait_ready(url, ordinary[0])
+            yield Router(process, url)
+        finally:
+            process.kill()
+            replica.kill()
+            replica.join()
+            replica.close()
+            ours.close()
+            theirs.close()
 
 
 def _wait_ready(url: str, body: bytes) -> None:
@@ -355,6 +357,10 @@ class Ordinary:
                 await asyncio.sleep(max(0.0, began_s + number / self._per_s - time.perf_counter()))
         await work
         return {f"p{share}": _ms(percentile(whole_s, share / 100)) for share in (50, 99)}
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._connections.close()
 
     async def _ask(self, body: bytes, whole_s: list[float]) -> None:
         try:
@@ -468,6 +474,8 @@ async def _measure_all(options: argparse.Namespace) -> list[Row]:
                 row = await measure(kind, mib * _MIB, router, ordinary, options.seconds)
                 rows.append(row)
                 print(line(row), flush=True)
+        ordinary.close()
+        await asyncio.sleep(0)
     return rows
 
 
