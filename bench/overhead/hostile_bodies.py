@@ -60,6 +60,7 @@ from bench.overhead.load_generator import BadAnswerError, Connections
 from bench.replica.model import make_model
 from bench.ttft import BenchError, percentile
 from cacheengine.launch.vllm_launch import free_ports
+from router.app import create_app
 from router.cli import serve
 from router.cli.commands import main as warmroute
 from simulator.kv_event_publisher import KvEventPublisher
@@ -214,7 +215,6 @@ class LoopTurns:
 
 def serve_router(config: str) -> None:
     """Be ``warmroute serve``; for each SIGUSR1 print the longest turns, as a line of JSON."""
-    create_app = serve.create_app
 
     def created(*given: Any, **named: Any) -> web.Application:
         app = create_app(*given, **named)
@@ -391,7 +391,8 @@ async def measure(kind: str, size: int, router: Router, ordinary: Ordinary, seco
 def _send(url: str, body: bytes, row: Row, seconds: float) -> None:
     """Send a body again and again, at least once, and note the answers."""
     path = _COMPLETIONS if b'"prompt":' in body[:200] else PATH
-    end_s, took_s = time.monotonic() + seconds, []
+    end_s = time.monotonic() + seconds
+    took_s: list[float] = []
     while not took_s or time.monotonic() < end_s:
         connection = HTTPConnection(url.removeprefix("http://"), timeout=60)
         began_s = time.perf_counter()

@@ -343,8 +343,8 @@ _MEDIA_SETTINGS: Final = ("mm_processor_kwargs", "media_io_kwargs")
 class Draft:
     """A prompt that is rendered and not tokenized yet."""
 
-    prompt_of: Callable[[list[Piece] | None], Prompt]
-    """Makes the prompt of the pieces of ``cut``; None if these are more than ``max_tokens``.
+    prompt_of: Callable[[list[Piece] | TooManyTokensError], Prompt]
+    """Makes the prompt of the pieces of ``cut``, or if these have more than ``max_tokens``.
 
     It keeps nothing of the request's body."""
     cut: CutText | None = None
@@ -360,8 +360,8 @@ class Draft:
         """
         try:
             pieces = [] if self.cut is None else self.cut.pieces(self.max_tokens)
-        except TooManyTokensError:
-            return self.prompt_of(None)
+        except TooManyTokensError as error:
+            return self.prompt_of(error)
         return self.prompt_of(pieces)
 
 
@@ -416,7 +416,7 @@ class Drafter:
         model, settings = body.get("model"), _media_settings(body)
         part_types = media.part_types(messages) if endpoint in _CHATS else frozenset[str]()
 
-        def completed(pieces: list[Piece] | None) -> Prompt:
+        def completed(pieces: list[Piece] | TooManyTokensError) -> Prompt:
             prompt = draft.prompt_of(pieces)
             prompt.model = model if isinstance(model, str) else None
             prompt.cache_salt = salt
@@ -490,10 +490,10 @@ class Drafter:
         if trust is not Trust.EXACT:
             untrusted = model.files.doubt or "no replica has confirmed the tokens"
 
-        def prompt_of(pieces: list[Piece] | None) -> Prompt:
-            if pieces is None:
+        def prompt_of(pieces: list[Piece] | TooManyTokensError) -> Prompt:
+            if isinstance(pieces, TooManyTokensError):
                 if max_tokens and not (given_doubt or untrusted):
-                    raise too_long(f"more than {max_tokens}", max_tokens)
+                    raise too_long(str(pieces), max_tokens) from None
                 return Prompt(rendered=text, memo=self._memo, doubt=_TOO_LONG)
             every = _ids_of(pieces)
             ids, doubt = self._truncated(every, truncation)
@@ -528,8 +528,9 @@ class Drafter:
 
         first_medium, rest_chars = next(iter(shown.modality_of)), len(text) - len(start)
 
-        def prompt_of(pieces: list[Piece] | None) -> Prompt:
-            whole, ids = _without_end(pieces or [], _UNSURE_TOKENS)
+        def prompt_of(pieces: list[Piece] | TooManyTokensError) -> Prompt:
+            known = [] if isinstance(pieces, TooManyTokensError) else pieces
+            whole, ids = _without_end(known, _UNSURE_TOKENS)
             return Prompt(
                 rendered=text,
                 memo=self._memo,

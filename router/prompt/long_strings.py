@@ -164,7 +164,7 @@ class LongStrings:
             except (msgspec.MsgspecError, ValueError) as error:
                 message = f"the body is not valid JSON: {error}"
                 raise BadRequestError(message, code="invalid_json") from None
-            if not part and (end < stop or self._body[at - 1 : at] == b","):
+            if not part and (end < stop or self._source[at - 1 : at] == b","):
                 raise BadRequestError(
                     "the body is not valid JSON: a number is missing", code="invalid_json"
                 )

@@ -475,7 +475,7 @@ class Memo:
 
 
 class TooManyTokensError(Exception):
-    """A text has more tokens than the model takes; not all of it was tokenized."""
+    """A text has more tokens than the model takes. Its message is how many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -503,18 +503,23 @@ class CutText:
         tokens = sum(len(each.ids) for each in known.values())
         for batch in _batches([name for name in names if name not in known]):
             if most_tokens is not None and tokens > most_tokens:
-                raise TooManyTokensError
+                raise TooManyTokensError(f"more than {most_tokens}")
             texts = [text for _, text in batch]
             made = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
             for name, encoding in zip(batch, made, strict=True):
                 known[name] = self.memo.add(name, encoding.ids, 2 * len(name[1]))
                 tokens += len(known[name].ids)
-        return [
-            Piece.of_token(part.token_id)
-            if part.token_id is not None
-            else known[(self.space, part.text)]
-            for part in self.parts
-        ]
+        pieces: list[Piece] = []
+        tokens = 0  # now of the parts that come several times, too
+        for part in self.parts:
+            if part.token_id is None:
+                pieces.append(known[(self.space, part.text)])
+            else:
+                pieces.append(Piece.of_token(part.token_id))
+            tokens += len(pieces[-1].ids)
+        if most_tokens is not None and tokens > most_tokens:
+            raise TooManyTokensError(f"{tokens}")
+        return pieces
 
     def _names(self) -> Collection[tuple[object, str]]:
         """Return the memo's name of each part that is text, each once."""

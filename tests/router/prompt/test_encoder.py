@@ -97,6 +97,8 @@ def test_a_text_of_too_many_tokens_is_not_tokenized_to_its_end() -> None:
         encoder.cut(text, add_special_tokens=False).pieces(1_000)
     assert 1_000 < memo.tokens_tokenized < 100_000
     assert len(ids_of(encoder, text)) > 200_000
+    with pytest.raises(TooManyTokensError):
+        encoder.cut("the same words and " * 1_000, add_special_tokens=False).pieces(1_000)
 
 
 def test_text_that_is_not_unicode_is_an_error() -> None:

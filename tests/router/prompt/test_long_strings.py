@@ -120,7 +120,12 @@ def test_lists_of_numbers_that_are_taken_out_come_back(
     ids: list[list[int]], text: str, digits: str, indent: int | None
 ) -> None:
     tools = {"enum": ids[0], text: [text, digits]}
-    fields = {"prompt": ids[0], "input": [*ids, text, digits], "tools": [tools], "messages": ids}
+    fields: dict[str, Any] = {
+        "prompt": ids[0],
+        "input": [*ids, text, digits],
+        "tools": [tools],
+        "messages": ids,
+    }
     body = json.dumps(fields, indent=indent).encode()
     with short_parts():
         found = restored(body)
