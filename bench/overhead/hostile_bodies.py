@@ -1,4 +1,4 @@
-"""What hostile and large request bodies cost the router, and the requests beside them.
+"""What hostile and large request bodies cost the router, and other requests.
 
     python -m bench.overhead.hostile_bodies --json out.json
 
@@ -93,7 +93,7 @@ def _list_in(field_name: bytes, value: bytes, size: int) -> bytes:
 
 
 def _lines(size: int) -> bytes:
-    """Return about so many bytes of real text, as the inside of a JSON string."""
+    """Return about ``size`` bytes of real text, as the inside of a JSON string."""
     draw, lines = random.Random(size), library_lines()
     drawn = [draw.choice(lines) for _ in range(size // 40)]
     return json.dumps("\n".join(drawn)).encode()[1 : size - 200].rstrip(b"\\")
@@ -332,7 +332,7 @@ class Row:
     quiet_turn_ms: dict[str, float] = field(default_factory=dict)
     """Without these bodies."""
     first_memory: float = 0.0
-    """Of the body's size."""
+    """Peak, divided by the body's size."""
     memory: float = 0.0
     others_ms: dict[str, float] = field(default_factory=dict)
     quiet_others_ms: dict[str, float] = field(default_factory=dict)

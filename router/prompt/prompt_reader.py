@@ -181,7 +181,7 @@ class PromptReader:
     ) -> Prompt:
         if body_bytes > LARGE_BODY_BYTES:
             draft = await asyncio.to_thread(self._draft, endpoint, body, max_tokens)
-            body.clear()  # its texts are not needed beside the rendered one
+            body.clear()  # its texts are not needed after rendering
             async with self._turns.turn(draft.chars):
                 return await asyncio.to_thread(draft.finish)
         draft = self._draft(endpoint, body, max_tokens)

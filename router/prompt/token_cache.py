@@ -4,7 +4,8 @@
 a special token that absorbs none of the text around it: the tokenizer splits there before it
 normalizes. The other is between an ASCII letter and a space followed by a letter (``the| cat``), if
 no normalizer, pre-tokenizer, merge or added token in ``tokenizer.json`` can reach across it; a
-component that is not in the lists below allows no cut. `Memo` is one least-recently-used store,
+component that is not in the lists below allows no cut. Where a split pattern is known, the end of
+any word before a space or punctuation is such a place too (`_CUT_AT_OTHERS`). `Memo` is one least-recently-used store,
 bounded in bytes and shared by all tokenizers. It holds pieces (text to token ids) and steps (a
 piece after other pieces, hashed in one way, to the keys of the blocks that end in it). Texts are
 the dictionary's keys, so that a hash collision cannot give wrong tokens. Each salt and each
@@ -37,7 +38,7 @@ CUT_CHARS: Final = 1024
 _HUGE_BYTES: Final = 32 << 10
 """Longer parts are not tokenized, if prose has none: they take 50 to 200 times their size."""
 _BATCH_BYTES: Final = 32 << 10
-"""Tokenized at once: the tokenizer takes 50 to 200 times as much memory meanwhile."""
+"""Tokenized at once: the tokenizer uses 50 to 200x this memory meanwhile."""
 
 _ENTRY_BYTES: Final = 400
 """Size of a dictionary entry and its small objects, without its payload."""
@@ -156,8 +157,8 @@ class Cutter:
     def parts(self, text: str) -> list[Part]:
         """Return the parts of ``text``, in order; none of them is empty.
 
-        Raises `HugePartError` if one is too long to be tokenized and the text is no prose: only if
-        texts can be cut at the ends of all words.
+        Raises `HugePartError` if one is too long to be tokenized. That happens only where texts can
+        be cut at the ends of all words: prose has no such part.
         """
         parts: list[Part] = []
         start = 0
