@@ -5,11 +5,12 @@ a special token that absorbs none of the text around it: the tokenizer splits th
 normalizes. The other is between an ASCII letter and a space followed by a letter (``the| cat``), if
 no normalizer, pre-tokenizer, merge or added token in ``tokenizer.json`` can reach across it; a
 component that is not in the lists below allows no cut. Where a split pattern is known, the end of
-any word before a space or punctuation is such a place too (`_CUT_AT_OTHERS`). `Memo` is one least-recently-used store,
-bounded in bytes and shared by all tokenizers. It holds pieces (text to token ids) and steps (a
-piece after other pieces, hashed in one way, to the keys of the blocks that end in it). Texts are
-the dictionary's keys, so that a hash collision cannot give wrong tokens. Each salt and each
-adapter is its own way of hashing, so tenants do not share steps.
+any word before a space or punctuation is such a place too (`_CUT_AT_OTHERS`).
+
+`Memo` is one least-recently-used store, bounded in bytes and shared by all tokenizers. It holds
+pieces (text to token ids) and steps (a piece after other pieces, hashed in one way, to the keys of
+the blocks that end in it). Texts are the dictionary's keys, so that a hash collision cannot give
+wrong tokens. Each salt and each adapter is its own way of hashing, so tenants do not share steps.
 """
 
 import json
