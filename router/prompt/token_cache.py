@@ -4,11 +4,13 @@
 a special token that absorbs none of the text around it: the tokenizer splits there before it
 normalizes. The other is between an ASCII letter and a space followed by a letter (``the| cat``), if
 no normalizer, pre-tokenizer, merge or added token in ``tokenizer.json`` can reach across it; a
-component that is not in the lists below allows no cut. `Memo` is one least-recently-used store,
-bounded in bytes and shared by all tokenizers. It holds pieces (text to token ids) and steps (a
-piece after other pieces, hashed in one way, to the keys of the blocks that end in it). Texts are
-the dictionary's keys, so that a hash collision cannot give wrong tokens. Each salt and each
-adapter is its own way of hashing, so tenants do not share steps.
+component that is not in the lists below allows no cut. Where a split pattern is known, the end of
+any word before a space or punctuation is such a place too (`_CUT_AT_OTHERS`).
+
+`Memo` is one least-recently-used store, bounded in bytes and shared by all tokenizers. It holds
+pieces (text to token ids) and steps (a piece after other pieces, hashed in one way, to the keys of
+the blocks that end in it). Texts are the dictionary's keys, so that a hash collision cannot give
+wrong tokens. Each salt and each adapter is its own way of hashing, so tenants do not share steps.
 """
 
 import json
@@ -16,9 +18,10 @@ import logging
 import os.path
 import re
 import threading
+import unicodedata
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Final, NamedTuple
@@ -33,6 +36,11 @@ _log = logging.getLogger("warmroute.prompt")
 CUT_CHARS: Final = 1024
 """The approximate length of a piece of plain text."""
 
+_HUGE_BYTES: Final = 32 << 10
+"""Longer parts are not tokenized, if prose has none: they take 50 to 200 times their size."""
+_BATCH_BYTES: Final = 32 << 10
+"""Tokenized at once: the tokenizer uses 50 to 200x this memory meanwhile."""
+
 _ENTRY_BYTES: Final = 400
 """Size of a dictionary entry and its small objects, without its payload."""
 _KEY_BYTES: Final = 80
@@ -43,6 +51,12 @@ _RUN_TOKENS: Final = 128
 _PROBES: Final = ("a", "Hello, world", " x\n", "é 12")
 
 _CUT: Final = re.compile(r"[A-Za-z](?= [A-Za-z])")
+_SEARCHED_CHARS: Final = 2048
+_CUT_AT_OTHERS: Final = re.compile("[^\\W\\d_](?=[ \n!-&(-@\\[-`{-~。，、；：！？])")  # noqa: RUF001
+"""Where the split patterns below end a match, if the letter is plain (`_is_plain`).
+
+On the right is nothing that may be of a word: no apostrophe, no mark, no other letter.
+"""
 
 # Normalizers that leave ASCII letters and spaces alone, or change each by itself.
 _LOCAL_NORMALIZERS: Final = frozenset(
@@ -91,6 +105,10 @@ _LOCAL_SPLIT: Final = _made_of((*_WORDS, *_OTHERS))
 _SPLIT_WITHOUT_WORDS: Final = _made_of(_OTHERS)
 
 
+class HugePartError(Exception):
+    """A text has a part that cannot be cut, and that would take too much memory."""
+
+
 class Part(NamedTuple):
     """A stretch of text between special tokens, or one special token (``token_id``)."""
 
@@ -120,6 +138,12 @@ class Cutter:
             and not any(map(_reaches_across, added))
             and _parts_words(description, steps)
         )
+        self.splits_words = (
+            self.splits_text
+            and _SPACES_REPLACED not in _steps(description.get("normalizer"), "normalizers")
+            and _splits_words(steps, added)
+        )
+        """Whether texts can be cut at the ends of all words, not only between two words."""
         # All tokens that are looked for before normalization take part in the
         # search, since the longest at a place wins; but only pieces that take
         # nothing around them are places to cut.
@@ -132,7 +156,11 @@ class Cutter:
         }
 
     def parts(self, text: str) -> list[Part]:
-        """Return the parts of ``text``, in order; none of them is empty."""
+        """Return the parts of ``text``, in order; none of them is empty.
+
+        Raises `HugePartError` if one is too long to be tokenized. That happens only where texts can
+        be cut at the ends of all words: prose has no such part.
+        """
         parts: list[Part] = []
         start = 0
         may_hold = self.splits_specials and any(map(text.__contains__, self._beginnings))
@@ -140,22 +168,35 @@ class Cutter:
             token_id = self._ids.get(match.group())
             if token_id is None:
                 continue
-            self._add_pieces(parts, text[start : match.start()])
+            self._add_pieces(parts, text, start, match.start())
             parts.append(Part(match.group(), token_id))
             start = match.end()
-        self._add_pieces(parts, text[start:])
+        self._add_pieces(parts, text, start, len(text))
         return parts
 
-    def _add_pieces(self, parts: list[Part], stretch: str) -> None:
-        start = 0
-        while self.splits_text and len(stretch) - start > CUT_CHARS:
-            cut = _CUT.search(stretch, start + CUT_CHARS)
+    def _add_pieces(self, parts: list[Part], text: str, start: int, stop: int) -> None:
+        while self.splits_text and stop - start > CUT_CHARS:
+            end = start + _SEARCHED_CHARS
+            cut = _CUT.search(text, start + CUT_CHARS, min(end + 2, stop))
+            if cut is None and self.splits_words:
+                found = _CUT_AT_OTHERS.finditer(text, end, stop)
+                cut = next((each for each in found if _is_plain(each.group())), None)
+            elif cut is None:
+                cut = _CUT.search(text, end, stop)
             if cut is None:
                 break
-            parts.append(Part(stretch[start : cut.end()]))
+            self._add_piece(parts, text, start, cut.end())
             start = cut.end()
-        if start < len(stretch):
-            parts.append(Part(stretch[start:]))
+        if start < stop:
+            self._add_piece(parts, text, start, stop)
+
+    def _add_piece(self, parts: list[Part], text: str, start: int, stop: int) -> None:
+        if self.splits_words and (
+            stop - start > _HUGE_BYTES
+            or (4 * (stop - start) > _HUGE_BYTES < len(text[start:stop].encode()))
+        ):
+            raise HugePartError
+        parts.append(Part(text[start:stop]))
 
 
 def longest_first(contents: Iterable[str]) -> str:
@@ -203,6 +244,27 @@ def _parts_words(description: Mapping[str, Any], steps: Sequence[Mapping[str, An
         return False
     parting = [_parts_at_space(step, spaces_replaced=spaces_replaced) for step in steps]
     return None not in parting and (any(parting) or _no_merge_over_space(model))
+
+
+def _splits_words(steps: Sequence[Mapping[str, Any]], added: Collection[Mapping[str, Any]]) -> bool:
+    """Whether `_CUT_AT_OTHERS` may cut too, where `_CUT` may: words are split by a pattern."""
+    patterns = [step for step in steps if "Regex" in step.get("pattern", ())]
+    rest = [step for step in steps if step not in patterns]
+    return (
+        all(one["type"] == "ByteLevel" and not one["add_prefix_space"] for one in rest)
+        and any(_parts_at_space(step, spaces_replaced=False) for step in steps)
+        and not any(
+            one["rstrip"] or _CUT_AT_OTHERS.search(one["content"])
+            for one in added
+            if one["normalized"] or one["lstrip"] or one["rstrip"]
+        )
+    )
+
+
+def _is_plain(letter: str) -> bool:
+    """Whether no normalizer makes anything but letters of it."""
+    forms = (letter, letter.lower(), unicodedata.normalize("NFKD", letter))
+    return all(unicodedata.category(each)[0] == "L" for form in forms for each in form)
 
 
 def _parts_at_space(step: Mapping[str, Any], *, spaces_replaced: bool) -> bool | None:
@@ -414,6 +476,10 @@ class Memo:
             self.used_bytes -= oldest.nbytes
 
 
+class TooManyTokensError(Exception):
+    """A text has more tokens than the model takes. Its message is how many."""
+
+
 @dataclass(frozen=True, slots=True)
 class CutText:
     """A text in parts whose tokens, in a row, are its own; thread-safe."""
@@ -428,29 +494,51 @@ class CutText:
         """Return how many characters would have to be tokenized now."""
         return sum(len(name[1]) for name in self._names() if not self.memo.knows(name))
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self, most_tokens: int | None = None) -> list[Piece]:
         """Return the pieces, tokenizing the parts that are not in the memo, each once.
 
-        Raises `UnicodeEncodeError` or TypeError for text that is not Unicode.
+        Raises `TooManyTokensError` as soon as there are more than ``most_tokens``;
+        `UnicodeEncodeError` or TypeError for text that is not Unicode.
         """
         names = self._names()
         known = self.memo.find(names)
-        missing = [name for name in names if name not in known]
-        if missing:
-            texts = [text for _, text in missing]
+        tokens = sum(len(each.ids) for each in known.values())
+        for batch in _batches([name for name in names if name not in known]):
+            if most_tokens is not None and tokens > most_tokens:
+                raise TooManyTokensError(f"more than {most_tokens}")
+            texts = [text for _, text in batch]
             made = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-            for name, encoding in zip(missing, made, strict=True):
+            for name, encoding in zip(batch, made, strict=True):
                 known[name] = self.memo.add(name, encoding.ids, 2 * len(name[1]))
-        return [
-            Piece.of_token(part.token_id)
-            if part.token_id is not None
-            else known[(self.space, part.text)]
-            for part in self.parts
-        ]
+                tokens += len(known[name].ids)
+        pieces: list[Piece] = []
+        tokens = 0  # now of the parts that come several times, too
+        for part in self.parts:
+            if part.token_id is None:
+                pieces.append(known[(self.space, part.text)])
+            else:
+                pieces.append(Piece.of_token(part.token_id))
+            tokens += len(pieces[-1].ids)
+        if most_tokens is not None and tokens > most_tokens:
+            raise TooManyTokensError(f"{tokens}")
+        return pieces
 
     def _names(self) -> Collection[tuple[object, str]]:
         """Return the memo's name of each part that is text, each once."""
         return {(self.space, part.text): None for part in self.parts if part.token_id is None}
+
+
+def _batches(names: Iterable[tuple[object, str]]) -> Iterator[list[tuple[object, str]]]:
+    batch: list[tuple[object, str]] = []
+    size = 0
+    for name in names:
+        size += len(name[1].encode())
+        if batch and size > _BATCH_BYTES:
+            yield batch
+            batch, size = [], len(name[1].encode())
+        batch.append(name)
+    if batch:
+        yield batch
 
 
 class Encoder:
@@ -486,7 +574,7 @@ class Encoder:
         return self._special.search(text) is not None
 
     def cut(self, text: str, *, add_special_tokens: bool) -> CutText:
-        """Return the text in parts that are tokenized one by one."""
+        """Return the text in parts that are tokenized one by one; raise `HugePartError`."""
         parts = self._cutter.parts(text)
         if add_special_tokens:
             parts = [*self._before, *parts, *self._after]
@@ -516,6 +604,7 @@ class Encoder:
         mark = min(special, default="")
         words = "The quick brown fox jumps over 13 lazy dogs, doesn't it?\n\n "
         sample = words + mark + words * (1 + 3 * CUT_CHARS // len(words)) + mark + words
+        sample += "词，B/г=" * (3 * _SEARCHED_CHARS // 6)  # noqa: RUF001
         cut = CutText(self._cutter.parts(sample), self._bare, Memo(1 << 20), self._space)
         together = [token for piece in cut.pieces() for token in piece.ids]
         return together == self._bare.encode(sample, add_special_tokens=False).ids
