@@ -27,7 +27,6 @@ from weakref import WeakValueDictionary
 
 import aiohttp
 import msgspec
-import orjson
 
 from router.prompt.long_strings import LongStrings
 from router.prompt.request_body import off_loop
@@ -94,8 +93,8 @@ class Question:
         if not _LEAST_CHARS <= chars <= _MOST_BYTES:
             return None
         try:
-            sent = orjson.dumps(body)
-        except orjson.JSONEncodeError:  # too deep, or not Unicode
+            sent = msgspec.json.encode(body)  # orjson would reserve 16 times the memory
+        except (RecursionError, UnicodeEncodeError):
             return None
         digest = blake2b(sent, digest_size=16).digest()
         return cls(path=path, sent=sent, digest=digest, chars=chars, is_chat="messages" in body)
