@@ -33,14 +33,8 @@ from router.prompt.prompt_input import (
     read_input,
 )
 from router.prompt.replica_tokenizer import Question
-from router.prompt.token_cache import (
-    CutText,
-    Encoder,
-    HugePartError,
-    Memo,
-    Piece,
-    TooManyTokensError,
-)
+from router.prompt.text_cutter import HugePartError
+from router.prompt.token_cache import CutText, Encoder, Memo, Piece, TooManyTokensError
 from router.prompt.token_trust import TOKENIZE, Trust
 from router.prompt.tokenizer_files import TokenizerFiles
 from warmroute_common.api_errors import BadRequestError

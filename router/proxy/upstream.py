@@ -295,7 +295,10 @@ class Upstream:
                 response.close()
             if (failure := self._failure(error, wait, url)) is None:
                 raise
-            raise failure from error
+            try:
+                raise failure from error
+            finally:
+                del failure  # its traceback has this frame, and so the body
         if data is not None and data.sent_s is not None:
             # In a burst the router writes a request up to 0.3 s after it began to send it.
             sent_s = data.sent_s
@@ -327,6 +330,8 @@ class Upstream:
             return await self._request_on(use, method, url, headers, data), data
         except aiohttp.ClientConnectorError:
             raise broke from None  # the replica has ended, perhaps because of this request
+        finally:
+            del broke  # its traceback has this frame, and so the body
 
     async def _request_on(
         self,
@@ -357,7 +362,8 @@ class Upstream:
                     Cause.CONNECT, "no connection in time (timeouts.connect_s)"
                 )
             case TimeoutError() if wait.failure is not None:
-                return wait.failure
+                # Another one than the wait has: frames of its traceback have the wait.
+                return AttemptFailedError(wait.failure.cause, wait.failure.detail)
             case TimeoutError():
                 wait_s = self._timeouts.first_byte_s
                 return AttemptFailedError(Cause.TIMEOUT, f"no first byte within {wait_s} s")

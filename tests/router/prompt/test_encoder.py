@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, normalizers
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
-from router.prompt import token_cache
-from router.prompt.token_cache import Cutter, Encoder, HugePartError, Memo, TooManyTokensError
+from router.prompt import text_cutter
+from router.prompt.text_cutter import Cutter, HugePartError
+from router.prompt.token_cache import Encoder, Memo, TooManyTokensError
 from tests.router.prompt.helpers import LONG
 from tests.router.prompt.tokenizer_makers import KINDS, SPECIALS, TEXT, texts
 
@@ -165,8 +166,8 @@ def test_texts_are_cut_at_the_ends_of_words(kind: str, normalizer: str, words: l
 
     text = "".join(words)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(token_cache, "CUT_CHARS", 2)
-        patch.setattr(token_cache, "_SEARCHED_CHARS", 4)
+        patch.setattr(text_cutter, "CUT_CHARS", 2)
+        patch.setattr(text_cutter, "SEARCHED_CHARS", 4)
         parts = [part.text for part in cutter.parts(text)]
     assert "".join(parts) == text
     assert [word for part in parts for word in split(part)] == split(text)
