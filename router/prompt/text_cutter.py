@@ -16,8 +16,11 @@ from typing import Any, Final, NamedTuple
 CUT_CHARS: Final = 1024
 """The approximate length of a piece of plain text."""
 
-_HUGE_BYTES: Final = 32 << 10
-"""Longer parts are not tokenized, if prose has none: they take 50 to 200 times their size."""
+_HUGE_WORD_BYTES: Final = 32 << 10
+"""Longer parts are not tokenized: that takes 50 to 200 times their size. Where texts are cut at the
+ends of all words, prose has no such part."""
+_HUGE_TEXT_BYTES: Final = 1 << 20
+"""The same for other tokenizers, which take much prose in one part."""
 
 _CUT: Final = re.compile(r"[A-Za-z](?= [A-Za-z])")
 SEARCHED_CHARS: Final = 2048
@@ -88,7 +91,7 @@ class Part(NamedTuple):
 class Cutter:
     """Cuts texts for one tokenizer, described as ``tokenizer.json`` describes it.
 
-    ``splits_specials`` and ``splits_text`` say what it may do.
+    ``splits_specials``, ``splits_text`` and ``splits_words`` say what it may do.
     """
 
     def __init__(self, description: Mapping[str, Any]) -> None:
@@ -124,11 +127,14 @@ class Cutter:
             one["content"]: one["id"] for one in before if not (one["lstrip"] or one["rstrip"])
         }
 
+    def cut_nothing(self) -> None:
+        """Return each text in one part from now on."""
+        self.splits_specials = self.splits_text = self.splits_words = False
+
     def parts(self, text: str) -> list[Part]:
         """Return the parts of ``text``, in order; none of them is empty.
 
-        Raises `HugePartError` if one is too long to be tokenized. That happens only where texts can
-        be cut at the ends of all words: prose has no such part.
+        Raises `HugePartError` if one is too long to be tokenized.
         """
         parts: list[Part] = []
         start = 0
@@ -160,10 +166,9 @@ class Cutter:
             self._add_piece(parts, text, start, stop)
 
     def _add_piece(self, parts: list[Part], text: str, start: int, stop: int) -> None:
-        if self.splits_words and (
-            stop - start > _HUGE_BYTES
-            or (4 * (stop - start) > _HUGE_BYTES < len(text[start:stop].encode()))
-        ):
+        chars = stop - start
+        most_bytes = _HUGE_WORD_BYTES if self.splits_words else _HUGE_TEXT_BYTES
+        if chars > most_bytes or 4 * chars > most_bytes < len(text[start:stop].encode()):
             raise HugePartError
         parts.append(Part(text[start:stop]))
 

@@ -300,7 +300,7 @@ class Encoder:
         self._cutter = Cutter(description)
         if not self._cuts_well(special):
             _log.warning("this tokenizer's texts cannot be cut: every prompt is tokenized anew")
-            self._cutter.splits_specials = self._cutter.splits_text = False
+            self._cutter.cut_nothing()
 
     @property
     def adds_ends(self) -> bool:

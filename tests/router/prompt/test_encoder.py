@@ -216,3 +216,19 @@ def test_no_part_of_prose_is_huge(kind: str, text: str) -> None:
         with pytest.raises(HugePartError):
             encoder.cut(huge, add_special_tokens=False)
     assert encoder.cut("a" * 30_000, add_special_tokens=False).parts
+
+
+def test_a_text_that_cannot_be_cut_may_be_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Encoder, "_cuts_well", lambda *_: False)
+    encoder = Encoder(tokenizer_of("llama3"), Memo(1 << 20))
+    assert len(encoder.cut(LONG * (100_000 // len(LONG)), add_special_tokens=False).parts) == 1
+
+
+@pytest.mark.parametrize("kind", ["gemma", "unigram", "legacy-llama", "single-words"])
+def test_parts_are_bounded_where_prose_may_have_long_ones(kind: str) -> None:
+    """Chinese has no spaces; some tokenizers' texts cannot be cut at all."""
+    encoder = encoder_of(kind)
+    for text in ("这是一段很长的文字。" * 30_000, "a" * 1_000_000):
+        assert len(encoder.cut(text, add_special_tokens=False).parts) == 1
+        with pytest.raises(HugePartError):
+            encoder.cut(2 * text, add_special_tokens=False)
