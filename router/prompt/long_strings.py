@@ -1,11 +1,10 @@
 """Takes the long strings and lists of token ids out of a JSON body before it is parsed.
 
-Both are decoded in parts.
-A call that parses 64 MiB holds the interpreter, and with it the event loop, for up to 0.2 s, in
-whichever thread it runs. Here each call handles at most a few MiB. Images and other media are
-never decoded: what stands for one is its beginning and a hash. So it is for texts beyond
-`MAX_TEXT_BYTES`, more than any model's context takes. Token ids of a prompt become an array: a list
-takes 7 to 18 times what they take in the body.
+Both are decoded in parts. A call that parses 64 MiB holds the interpreter, and with it the event
+loop, for up to 0.2 s, in whichever thread it runs. Here each call handles at most a few MiB. Images
+and other media are never decoded: what stands for one is its beginning and a hash. So it is for
+texts beyond `MAX_TEXT_BYTES`, more than any model's context takes. Token ids of a prompt become an
+array: a list takes 7 to 18 times what they take in the body.
 """
 
 import os

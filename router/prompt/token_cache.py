@@ -193,7 +193,8 @@ class Memo:
         piece = self._get(name)
         if not isinstance(piece, Piece):  # else another thread was first: keys hang on its serial
             nbytes = _ENTRY_BYTES + name_bytes + 4 * len(ids)
-            piece = Piece(next(self._serials), array("I", ids), nbytes)
+            own = ids if isinstance(ids, array) else array("I", ids)
+            piece = Piece(next(self._serials), own, nbytes)
             self._put(name, piece)
         return piece
 

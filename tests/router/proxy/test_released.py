@@ -16,7 +16,8 @@ from router.config.settings import ReplicaConfig, TimeoutsConfig
 from router.policy import ParsedRequest, Policy
 from router.prompt.prompt import Prompt
 from router.prompt.prompt_reader import PromptReader
-from router.proxy.upstream import AttemptFailedError, FirstByteWaits
+from router.proxy.first_byte_waits import FirstByteWaits
+from router.proxy.upstream import AttemptFailedError
 from router.record.records import Cause
 from tests.router.conftest import Fleet
 from tests.router.scripted import Act, chat_events, cut_before_headers, json_answer, stream
