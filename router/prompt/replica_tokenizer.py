@@ -76,12 +76,13 @@ class Told(StrEnum):
     """No replica could be asked, or too much was being asked."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Question:
     """A request to a replica for a prompt's tokens."""
 
     path: str
     sent: bytes
+    """The request's body; empty once it is answered, because the answer takes memory too."""
     digest: bytes
     chars: int
     """About how long the prompt's text is."""
@@ -241,6 +242,7 @@ class ReplicaTokenizer:
                 if answer is None:
                     self.counts[Told.REFUSED] += 1
                     return None
+                question.sent = b""
                 ids = await off_loop(len(answer), _ids, answer)
         except (aiohttp.ClientError, OSError, ValueError) as error:  # TimeoutError is an OSError
             asked.failed(began_s, self._clock())

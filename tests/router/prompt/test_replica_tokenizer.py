@@ -145,6 +145,7 @@ async def test_a_long_answer_is_read_in_parts(asker: Asker, one: Scripted, name:
     finally:
         tracemalloc.stop()
     assert list(ids or ()) == tokens
+    assert not asked.sent
     assert most_bytes < 40 * len(tokens), "a list alone takes that; the server takes 20"
 
 
