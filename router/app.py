@@ -45,9 +45,10 @@ from router.membership.reload import ConfigFile, Reload
 from router.policy import METHODS, PROMPTED, Plane
 from router.prompt.prompt_source import PromptSource
 from router.prompt.replica_tokenizer import TokenizingReplica
+from router.proxy.first_byte_waits import FirstByteWaits
 from router.proxy.lifecycle import RequestLifecycle
 from router.proxy.proxy import Proxy, Retries
-from router.proxy.upstream import FirstByteWaits, client_session
+from router.proxy.upstream import client_session
 from router.record.metrics import Metrics
 from router.record.records import RecordReader, RecordReaders
 from router.record.request_log import RecordExports

@@ -11,7 +11,7 @@ This module does no I/O and reads no clock.
 
 import hmac
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -214,18 +214,22 @@ class Policy:
         body: BodyBytes,
         *,
         salt_key: bytes | None = None,
+        most_chars: Callable[[str | None], int | None] = lambda _: None,
     ) -> ParsedRequest:
         """Return what routing needs of a request; raise `BadRequestError`.
 
         Endpoints with a prompt are checked here. Other bodies are the replica's to check. ``path``
         is decoded; ``headers`` is looked up by names in lower case. Aliases are replaced by the
         proxy only: a gateway has the body. With a ``salt_key``, the prompt's ``cache_salt`` is
-        replaced by one that only this key's requests have.
+        replaced by one that only this key's requests have. ``most_chars`` returns how long a text
+        a model may take; of a longer one only the beginning is read (``is_cut``).
         """
         aliases = self.aliases if plane is Plane.PROXY else {}
         session = headers.get(self._session_header.lower())
         if has_prompt(method, path):
-            return _prompted(path, headers, body, session, aliases, salt_key=salt_key)
+            return _prompted(
+                *(path, headers, body, session, aliases), salt_key=salt_key, most_chars=most_chars
+            )
         content_type = headers.get("content-type", "")
         salt_key = salt_key if method == "POST" and path in _SALTED else None
         fields, model, body = _model_of(content_type, body, aliases, salt_key)
@@ -338,12 +342,14 @@ def _prompted(
     aliases: Mapping[str, str],
     *,
     salt_key: bytes | None,
+    most_chars: Callable[[str | None], int | None],
 ) -> ParsedRequest:
     long_strings = LongStrings(body)
     read = long_strings.rest
-    size_bytes = parsed_bytes(read)
+    size_bytes = parsed_bytes(read, long_strings.listed)
     fields = prompt_fields(read)
-    long_strings.restore(fields)
+    named = _text(fields, "model")
+    long_strings.restore(fields, most_chars(aliases.get(named or "", named)))
     size_bytes += long_strings.text_bytes
     model = _text(fields, "model")
     changed: dict[str, str] = {}
@@ -397,7 +403,7 @@ def _model_of(
         return {}, None, body
     long_strings = LongStrings(body)
     read = long_strings.rest
-    parsed_bytes(read)
+    parsed_bytes(read, long_strings.listed)
     fields = {
         name: each for name, each in short_members(read).items() if not long_strings.is_mark(each)
     }

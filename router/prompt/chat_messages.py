@@ -126,16 +126,26 @@ _SHAPES: Final[Mapping[str, type[_Named]]] = {
 }
 
 
+_CHECKED: Final = 4096
+
+
 class UnsupportedInputError(Exception):
     """What the replica makes of this request is not known here; the text says why."""
 
 
 def checked(value: Any, shape: Any, name: str = "") -> Any:
     """Return ``value`` if it has the shape that every replica requires; raise `BadRequestError`."""
+    at = 0
     try:
-        convert(value, shape)
+        if isinstance(value, list) and len(value) > _CHECKED:
+            # In parts, because what is converted takes memory.
+            for at in range(0, len(value), _CHECKED):
+                convert(value[at : at + _CHECKED], shape)
+        else:
+            convert(value, shape)
     except msgspec.ValidationError as error:
         problem, _, path = str(error).partition(" - at `$")
+        path = re.sub(r"^\[(\d+)\]", lambda found: f"[{at + int(found[1])}]", path)
         missing = re.search("missing required field `(.*)`", problem)
         where = name + path.rstrip("`").removesuffix("[...]")
         where = (where + (f".{missing[1]}" if missing else "")).removeprefix(".")

@@ -29,16 +29,18 @@ from router.prompt.prompt_input import (
     PromptInput,
     TextInput,
     Truncation,
+    as_lists,
     read_input,
 )
 from router.prompt.replica_tokenizer import Question
-from router.prompt.token_cache import CutText, Encoder, Memo, Piece
+from router.prompt.text_cutter import HugePartError
+from router.prompt.token_cache import CutText, Encoder, Memo, Piece, TooManyTokensError
 from router.prompt.token_trust import TOKENIZE, Trust
 from router.prompt.tokenizer_files import TokenizerFiles
 from warmroute_common.api_errors import BadRequestError
 
 
-def too_long(tokens: int, max_tokens: int) -> BadRequestError:
+def too_long(tokens: int | str, max_tokens: int) -> BadRequestError:
     """Return the error for a prompt that no replica's context takes."""
     return BadRequestError(
         f"the prompt has {tokens} tokens, and the model's context takes {max_tokens}",
@@ -54,11 +56,14 @@ _UNSURE_TOKENS: Final = 8
 # that reaches past the medium.
 _FEWEST_TOKENS: Final = 256
 
-# A text with more characters than this for each token that the model takes is not tokenized: texts
-# have half as many, and the replica will refuse it.
-_LONG_TOKEN_CHARS: Final = 16
+LONG_TOKEN_CHARS: Final = 16
+"""A text with more characters than this for each token that the model takes is not tokenized: texts
+have half as many, and the replica will refuse it."""
+_UNCUT: Final = "a long part of it can only be tokenized at once, which takes too much memory"
 _TOO_LONG: Final = "it is longer than what the model's context takes"
 _ENDS_MAY_STAY: Final = "special tokens at the ends may survive truncation"
+
+_ENCODED_CHARS: Final = 64 << 10
 
 # If the tokenizer is Mistral's, vLLM shortens longer ids of tool calls in chats
 # (``truncate_tool_call_ids``), and not in /tokenize.
@@ -75,18 +80,36 @@ _MEDIA_SETTINGS: Final = ("mm_processor_kwargs", "media_io_kwargs")
 class Draft:
     """A prompt that is rendered and not tokenized yet."""
 
-    prompt_of: Callable[[list[Piece]], Prompt]
-    """Makes the prompt of the pieces of ``cut``."""
+    prompt_of: Callable[[list[Piece] | None], Prompt]
+    """Makes the prompt of the pieces of ``cut``; of None, if they are more than ``max_tokens``.
+
+    It keeps nothing of the request's body."""
     cut: CutText | None = None
     """Text to tokenize; None if there is none."""
     chars: int = 0
     """How long ``cut`` is."""
-    unknown: PromptInput | None = None
-    """The prompt's input, if a replica can be asked for its tokens (`Drafter.question`)."""
+    max_tokens: int | None = None
+    is_refused: bool = False
+    """Whether a prompt of more than ``max_tokens`` is an error."""
+    question: Question | None = None
+    """What a replica can be asked for the prompt's tokens; None for nothing."""
+    told: Callable[[Sequence[int]], Prompt] | None = None
+    """Makes the prompt of the tokens that a replica told. It keeps nothing of the body either."""
 
     def finish(self) -> Prompt:
-        """Return the prompt, tokenizing what of it is new."""
-        return self.prompt_of([] if self.cut is None else self.cut.pieces())
+        """Return the prompt, tokenizing what of it is new.
+
+        Raises `BadRequestError` if it certainly has more tokens than the model takes.
+        """
+        pieces: list[Piece] | None = []
+        if self.cut is not None:
+            try:
+                pieces = self.cut.pieces(self.max_tokens)
+            except TooManyTokensError as error:
+                if self.max_tokens and self.is_refused:
+                    raise too_long(str(error), self.max_tokens) from None
+                pieces = None
+        return self.prompt_of(pieces)
 
 
 class _Model(NamedTuple):
@@ -122,11 +145,14 @@ class Drafter:
         body: Body,
         trust_in: Callable[[PromptInput], Trust],
         max_tokens: int | None = None,
+        *,
+        asks: bool = False,
     ) -> Draft:
         """Return the prompt of a request to ``endpoint``; raise `BadRequestError` for wrong types.
 
         ``trust_in`` says how far the tokens of an input are trusted. A prompt whose length
-        says that it has more than ``max_tokens`` is not tokenized.
+        says that it has more than ``max_tokens`` is not tokenized. ``asks``: whether a replica is
+        asked for tokens that are not known here.
         """
         salt = _cache_salt(body) if endpoint != "/tokenize" else None
         messages = body.get("messages")
@@ -140,42 +166,51 @@ class Drafter:
             draft = self._draft(given, trust, max_tokens)
         except UnsupportedInputError as reason:
             draft = self._of_text(_stand_in(body), str(reason))
-        is_known = self._model is not None and trust is not Trust.REFUTED
-        model = body.get("model")
+        model, settings = body.get("model"), _media_settings(body)
+        part_types = media.part_types(messages) if endpoint in _CHATS else frozenset[str]()
 
-        def completed(pieces: list[Piece]) -> Prompt:
+        def completed(pieces: list[Piece] | None) -> Prompt:
             prompt = draft.prompt_of(pieces)
             prompt.model = model if isinstance(model, str) else None
             prompt.cache_salt = salt
-            prompt.media_settings = _media_settings(body)
-            if endpoint in _CHATS:
-                prompt.part_types = media.part_types(messages)
+            prompt.media_settings = settings
+            prompt.part_types = part_types
             return prompt
 
-        return replace(draft, prompt_of=completed, unknown=None if is_known else given)
+        question = told = None
+        is_known = self._model is not None and trust is not Trust.REFUTED
+        if asks and given is not None and not is_known:
+            question, told = self._question(given, max_tokens), self._told(given, completed)
+        return replace(draft, prompt_of=completed, question=question, told=told)
 
-    def told(self, draft: Draft, ids: Sequence[int]) -> Prompt:
-        """Return the prompt of a draft for whose `question` a replica told these tokens."""
-        prompt, given = draft.finish(), draft.unknown
-        assert given is not None
-        prompt.token_ids, cut = self._truncated(ids, given.truncation)
-        if len(prompt.token_ids) != len(ids) and given.add_special_tokens:
-            cut = _ENDS_MAY_STAY
-        prompt.pieces = self._memo.runs(prompt.token_ids)
-        prompt.doubt = given.doubt or cut or self._doubt_told(given)
-        return prompt
+    def _told(
+        self, given: PromptInput, prompt_of: Callable[[list[Piece] | None], Prompt]
+    ) -> Callable[[Sequence[int]], Prompt]:
+        """Return what makes a prompt of the tokens that a replica told for its `_question`."""
+        truncation, adds_ends = given.truncation, given.add_special_tokens
+        given_doubt, doubt_told = given.doubt, self._doubt_told(given)
 
-    def question(self, draft: Draft, max_tokens: int | None) -> Question | None:
-        """Return what a replica can be asked for a draft's tokens, None for nothing.
+        def told(ids: Sequence[int]) -> Prompt:
+            prompt = prompt_of([])
+            prompt.token_ids, cut = self._truncated(ids, truncation)
+            if len(prompt.token_ids) != len(ids) and adds_ends:
+                cut = _ENDS_MAY_STAY
+            prompt.pieces = self._memo.runs(prompt.token_ids)
+            prompt.doubt = given_doubt or cut or doubt_told
+            return prompt
+
+        return told
+
+    def _question(self, given: PromptInput, max_tokens: int | None) -> Question | None:
+        """Return what a replica can be asked for a prompt's tokens, None for nothing.
 
         Media are never sent: the tokens before the first medium are not worth that.
         """
-        given = draft.unknown
-        if given is None or (isinstance(given, TextInput) and isinstance(given.prompt, list)):
-            return None
         body: dict[str, Any] = {"add_special_tokens": given.add_special_tokens}
         path: str | None = TOKENIZE
         if isinstance(given, TextInput):
+            if not isinstance(given.prompt, str):
+                return None
             body["prompt"], chars = given.prompt, len(given.prompt)
         else:
             if given.dialect is not CHAT or not all(map(_is_text, given.messages)):
@@ -190,9 +225,9 @@ class Drafter:
                 body["reasoning_effort"] = variables["reasoning_effort"]
             if variables:
                 body["chat_template_kwargs"] = variables
-        if path is None or (max_tokens and chars > max_tokens * _LONG_TOKEN_CHARS):
+        if path is None or (max_tokens and chars > max_tokens * LONG_TOKEN_CHARS):
             return None
-        return Question(path=path, body=body, chars=chars)
+        return Question.of(path, body, chars)
 
     def _doubt_told(self, given: PromptInput) -> str | None:
         """Return why a replica may tell other tokens than it uses for the request, or None."""
@@ -206,7 +241,7 @@ class Drafter:
 
     def _draft(self, given: PromptInput, trust: Trust, max_tokens: int | None) -> Draft:
         if isinstance(given, TextInput):
-            if isinstance(given.prompt, list):
+            if not isinstance(given.prompt, str):
                 if max_tokens and len(given.prompt) > max_tokens and given.truncation is None:
                     raise too_long(len(given.prompt), max_tokens)
                 return self._of_ids(given, given.prompt)
@@ -238,7 +273,7 @@ class Drafter:
     def _of_text(self, text: str, doubt: str) -> Draft:
         return Draft(lambda pieces: Prompt(rendered=text, memo=self._memo, doubt=doubt))
 
-    def _of_ids(self, given: TextInput, prompt: list[int]) -> Draft:
+    def _of_ids(self, given: TextInput, prompt: Sequence[int]) -> Draft:
         ids, cut = self._truncated(prompt, given.truncation)
         doubt = given.doubt or cut
         return Draft(
@@ -256,22 +291,32 @@ class Drafter:
             return self._of_text(text, "there is no tokenizer")
         if trust is Trust.REFUTED:
             return self._of_text(text, _refuted(model))
-        if max_tokens and len(text) > max_tokens * _LONG_TOKEN_CHARS:
+        if max_tokens and len(text) > max_tokens * LONG_TOKEN_CHARS:
             return self._of_text(text, _TOO_LONG)
+        try:
+            cut = _cut(model.encoder, text, given)
+        except HugePartError:
+            return self._of_text(text, _UNCUT)
 
-        def prompt_of(pieces: list[Piece]) -> Prompt:
+        truncation, given_doubt, untrusted = given.truncation, given.doubt, None
+        adds_ends = given.add_special_tokens and model.encoder.adds_ends
+        if trust is not Trust.EXACT:
+            untrusted = model.files.doubt or "no replica has confirmed the tokens"
+
+        def prompt_of(pieces: list[Piece] | None) -> Prompt:
+            if pieces is None:
+                return Prompt(rendered=text, memo=self._memo, doubt=_TOO_LONG)
             every = _ids_of(pieces)
-            ids, doubt = self._truncated(every, given.truncation)
+            ids, doubt = self._truncated(every, truncation)
             if len(ids) != len(every):
                 pieces = []
-                if given.add_special_tokens and model.encoder.adds_ends:
+                if adds_ends:
                     doubt = _ENDS_MAY_STAY
-            doubt = given.doubt or doubt
-            if trust is not Trust.EXACT:
-                doubt = doubt or model.files.doubt or "no replica has confirmed the tokens"
+            doubt = given_doubt or doubt or untrusted
             return Prompt(rendered=text, memo=self._memo, token_ids=ids, pieces=pieces, doubt=doubt)
 
-        return Draft(prompt_of, _cut(model.encoder, text, given), len(text))
+        most = max_tokens if truncation is None else None
+        return Draft(prompt_of, cut, len(text), most, is_refused=not (given_doubt or untrusted))
 
     def _with_media(
         self,
@@ -285,26 +330,32 @@ class Drafter:
         doubt = _no_start(model, given, trust, shown)
         text, conversation = self._rendered(model, replace(given, messages=shown.messages))
         start = ""
-        if max_tokens and len(text) > max_tokens * _LONG_TOKEN_CHARS:
+        if max_tokens and len(text) > max_tokens * LONG_TOKEN_CHARS:
             doubt = _TOO_LONG
         if doubt is None:
             doubt = "what stands from the first medium on has no keys that could be known"
             real, _ = self._rendered(model, given, media.put_back(conversation, shown))
             start = media.start_before_media(text, real)
 
-        def prompt_of(pieces: list[Piece]) -> Prompt:
-            whole, ids = _without_end(pieces, _UNSURE_TOKENS)
+        first_medium, rest_chars = next(iter(shown.modality_of)), len(text) - len(start)
+
+        def prompt_of(pieces: list[Piece] | None) -> Prompt:
+            whole, ids = _without_end(pieces or [], _UNSURE_TOKENS)
             return Prompt(
                 rendered=text,
                 memo=self._memo,
                 token_ids=ids if len(ids) >= _FEWEST_TOKENS else None,
                 pieces=whole,
                 doubt=doubt,
-                first_medium=next(iter(shown.modality_of)),
-                rest_chars=len(text) - len(start),
+                first_medium=first_medium,
+                rest_chars=rest_chars,
             )
 
-        return Draft(prompt_of, _cut(model.encoder, start, given), len(start))
+        try:
+            cut = _cut(model.encoder, start, given)
+        except HugePartError:
+            return self._of_text(text, _UNCUT)
+        return Draft(prompt_of, cut, len(start), max_tokens)
 
     def _truncated(
         self, ids: Sequence[int], truncation: Truncation | None
@@ -371,7 +422,7 @@ def _stand_in(body: Body) -> str:
     """Return a text that begins alike for requests whose prompts begin alike."""
     lines: list[Any] = [body.get(key) for key in ("tools", "instructions", "system")]
     for key in ("messages", "input", "prompt"):
-        value = media.shortened(body.get(key))
+        value = media.shortened(as_lists(body.get(key)))
         lines += value if isinstance(value, list) else [value]
     return "\n".join(_line(each) for each in lines if each is not None)
 
@@ -385,7 +436,8 @@ def _line(value: Any) -> str:
 
 def _cut(encoder: Encoder, text: str, given: PromptInput) -> CutText:
     try:
-        text.encode()
+        for at in range(0, len(text), _ENCODED_CHARS):
+            text[at : at + _ENCODED_CHARS].encode()
     except UnicodeEncodeError as error:
         raise UnsupportedInputError(f"the text is not Unicode ({error})") from error
     return encoder.cut(text, add_special_tokens=given.add_special_tokens)

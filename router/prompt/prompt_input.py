@@ -4,6 +4,7 @@ A `ChatInput` is rendered by a template. Fields that only steer sampling are lef
 and precedence are those of vLLM 0.32's request classes.
 """
 
+from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, Literal
@@ -22,6 +23,7 @@ from router.prompt.chat_messages import (
     checked,
 )
 from router.prompt.chat_template import ChatTemplate, Message
+from router.prompt.long_strings import LARGEST_ID
 from warmroute_common.api_errors import BadRequestError
 
 Body = Mapping[str, Any]
@@ -55,7 +57,7 @@ class Truncation:
 class TextInput:
     """A prompt that is text, or token ids already."""
 
-    prompt: str | list[int]
+    prompt: str | Sequence[int]
     add_special_tokens: bool
     truncation: Truncation | None = None
     doubt: str | None = None
@@ -181,7 +183,8 @@ def _responses(body: Body) -> ChatInput:
         raise UnsupportedInputError("what a previous response said is known only to its replica")
     if body.get("previous_input_messages") is not None:
         raise UnsupportedInputError("previous_input_messages")
-    goes_on = responses.continues(body.get("input"))
+    given = as_lists(body.get("input"))
+    goes_on = responses.continues(given)
     reasoning = _typed(body, "reasoning", dict[str, Any]) or {}
     chat = _only(body, _ANSWERED) | {
         "add_generation_prompt": not goes_on,
@@ -189,7 +192,7 @@ def _responses(body: Body) -> ChatInput:
         "add_special_tokens": True,  # so it is in vLLM, unlike for chat completions
         "reasoning_effort": _typed(reasoning, "effort", str),
     }
-    messages = responses.messages(body.get("input"), _typed(body, "instructions", str))
+    messages = responses.messages(given, _typed(body, "instructions", str))
     made = _chat_input(chat, messages, responses.tools(body.get("tools")))
     cut = body.get("truncation", "disabled") != "disabled"
     return replace(made, dialect=RESPONSES, truncation=Truncation(tokens=-1) if cut else None)
@@ -209,7 +212,7 @@ def _messages(body: Body, template_for: TemplateFor) -> ChatInput:
 def _text_input(body: Body, name: str) -> TextInput:
     prompt = body.get(name)
     doubt = None
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list | array):
         doubt = "only the first of several prompts is looked at" if len(prompt) > 1 else None
         prompt = prompt[0]
     return TextInput(
@@ -220,9 +223,11 @@ def _text_input(body: Body, name: str) -> TextInput:
     )
 
 
-def _text_or_tokens(prompt: object, name: str) -> str | list[int]:
+def _text_or_tokens(prompt: object, name: str) -> str | Sequence[int]:
     if isinstance(prompt, str):
         return prompt
+    if isinstance(prompt, array) and prompt:
+        return prompt  # `LongStrings` has checked it
     if not isinstance(prompt, list) or not prompt:
         raise BadRequestError(
             f"'{name}' must be a string, a list of token ids, or a list of those", param=name
@@ -231,9 +236,16 @@ def _text_or_tokens(prompt: object, name: str) -> str | list[int]:
     kinds = set(map(type, prompt))
     if kinds != {int} and kinds <= {int, bool, float}:
         raise UnsupportedInputError("token ids that are no whole numbers")
-    if kinds != {int} or min(prompt) < 0 or max(prompt) > 0x7FFF_FFFF:
+    if kinds != {int} or min(prompt) < 0 or max(prompt) > LARGEST_ID:
         raise BadRequestError(f"'{name}' holds something that is no token id", param=name)
     return prompt
+
+
+def as_lists(value: Any) -> Any:
+    """Return a prompt's field with lists in place of arrays of token ids."""
+    if isinstance(value, list) and any(isinstance(each, array) for each in value):
+        return [as_lists(each) for each in value]
+    return value.tolist() if isinstance(value, array) else value
 
 
 def _with_reasoning(message: Message) -> Message:

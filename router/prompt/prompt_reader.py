@@ -15,7 +15,7 @@ import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import aiohttp
 
@@ -156,7 +156,7 @@ class PromptReader:
     async def read(
         self,
         endpoint: str,
-        body: Body,
+        body: dict[str, Any],
         body_bytes: float = 0,
         max_tokens: int | None = None,
         *,
@@ -166,13 +166,17 @@ class PromptReader:
 
         A prompt of more than ``max_tokens`` is a `BadRequestError` too; a text that is far longer
         is not tokenized. Long work runs in a thread and does not block the event loop.
-        ``body_bytes`` is the body's length as it was sent. ``replicas`` are asked for the tokens of
-        a prompt of which the reader has none that are theirs.
+        ``body_bytes`` is the body's length as it was sent; ``body`` is cleared if that is large.
+        ``replicas`` are asked for the tokens of a prompt of which the reader has none that are
+        theirs.
         """
-        draft = await off_loop(body_bytes, self._draft, endpoint, body, max_tokens)
+        asks = replicas is not None and bool(self.asked())
+        draft = await off_loop(body_bytes, self._draft, endpoint, body, max_tokens, asks=asks)
+        if body_bytes > LARGE_BODY_BYTES:
+            body.clear()  # its texts are not needed after rendering
         prompt = None
-        if replicas is not None and draft.unknown is not None:
-            prompt = await self._told(draft, replicas, body_bytes, max_tokens)
+        if replicas is not None:
+            prompt = await self._told(draft, replicas, body_bytes)
         if prompt is None:
             prompt = await self._finished(draft, body_bytes)
         if max_tokens is not None and prompt.exact and prompt.token_count > max_tokens:
@@ -180,19 +184,16 @@ class PromptReader:
         return prompt
 
     async def _told(
-        self, draft: Draft, replicas: ReplicaTokenizer, body_bytes: float, max_tokens: int | None
+        self, draft: Draft, replicas: ReplicaTokenizer, body_bytes: float
     ) -> Prompt | None:
         """Return the prompt with the tokens that a replica tells; None if none does."""
-        kind = self._texts if isinstance(draft.unknown, TextInput) else self._chats
+        if draft.question is None or draft.told is None:
+            return None
+        kind = self._chats if draft.question.is_chat else self._texts
         if not kind.alike():
             return None
-        question = await off_loop(body_bytes, self._drafter.question, draft, max_tokens)
-        if question is None:
-            return None
-        ids = await replicas.tokens(question, kind.alike(), kind.usual, body_bytes)
-        if ids is None:
-            return None
-        return await off_loop(body_bytes, self._drafter.told, draft, ids)
+        ids = await replicas.tokens(draft.question, kind.alike(), kind.usual)
+        return None if ids is None else await off_loop(body_bytes, draft.told, ids)
 
     async def _finished(self, draft: Draft, body_bytes: float) -> Prompt:
         if body_bytes > LARGE_BODY_BYTES:
@@ -334,8 +335,10 @@ class PromptReader:
         self._texts.forget(replica_url)
         self._chats.forget(replica_url)
 
-    def _draft(self, endpoint: str, body: Body, max_tokens: int | None = None) -> Draft:
-        return self._drafter.draft(endpoint, body, self._trust, max_tokens)
+    def _draft(
+        self, endpoint: str, body: Body, max_tokens: int | None = None, *, asks: bool = False
+    ) -> Draft:
+        return self._drafter.draft(endpoint, body, self._trust, max_tokens, asks=asks)
 
     def _trust(self, given: PromptInput) -> Trust:
         is_text = isinstance(given, TextInput) or self._texts.trust is Trust.REFUTED

@@ -15,14 +15,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import aiohttp
 
 from router.agent_client import AgentError
 from router.config.settings import TokenizerConfig
+from router.prompt.drafter import LONG_TOKEN_CHARS
 from router.prompt.prompt import Prompt
-from router.prompt.prompt_input import Body
 from router.prompt.prompt_reader import PromptReader
 from router.prompt.replica_tokenizer import ReplicaTokenizer, TokenizingReplica
 from router.prompt.token_cache import Memo
@@ -137,7 +137,13 @@ class PromptSource:
             )
 
     async def read(
-        self, endpoint: str, body: Body, body_bytes: float, model: str | None, *, is_cut: bool
+        self,
+        endpoint: str,
+        body: dict[str, Any],
+        body_bytes: float,
+        model: str | None,
+        *,
+        is_cut: bool,
     ) -> Prompt:
         """Return the prompt of a request: see `PromptReader.read`.
 
@@ -159,12 +165,20 @@ class PromptSource:
         """
         lengths = [
             each.max_model_len
-            for replica in self._replicas.values()
+            for replica in list(self._replicas.values())  # threads call this too
             for each in replica.models
             if model is None or each.id == model
         ]
         known = [each for each in lengths if each is not None]
         return max(known) if known and len(known) == len(lengths) else None
+
+    def most_chars(self, model: str | None) -> int | None:
+        """Return how long a text may be that is tokenized for a model; None if that is not known.
+
+        May be called in any thread.
+        """
+        length = self.max_model_len(model)
+        return None if length is None else length * LONG_TOKEN_CHARS
 
     async def learn(
         self,

@@ -20,16 +20,18 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
+from io import BytesIO
 from math import inf
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
 import aiohttp
 import msgspec
-import orjson
 
+from router.prompt.long_strings import LongStrings
 from router.prompt.request_body import off_loop
 from router.prompt.token_cache import Memo
+from warmroute_common.api_errors import BadRequestError
 from warmroute_common.backoff import Backoff
 
 _LEAST_CHARS: Final = 8192
@@ -49,6 +51,8 @@ _FAILED_S: Final = 600.0
 """For how long that counts, if no question follows."""
 _FIRST_PAUSE_S: Final = 5.0
 _LONGEST_PAUSE_S: Final = 300.0
+_PARTED_BYTES: Final = 256 << 10
+"""A longer question is written in parts: each write copies what the socket does not take."""
 _REFUSALS: Final = (400, 422)
 """The replica cannot render this prompt: that says nothing about the next one."""
 _ANSWER_BYTES_PER_BYTE: Final = 12
@@ -72,14 +76,29 @@ class Told(StrEnum):
     """No replica could be asked, or too much was being asked."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Question:
     """A request to a replica for a prompt's tokens."""
 
     path: str
-    body: Mapping[str, Any]
+    sent: bytes
+    """The request's body; empty once it is answered, because the answer takes memory too."""
+    digest: bytes
     chars: int
     """About how long the prompt's text is."""
+    is_chat: bool
+
+    @classmethod
+    def of(cls, path: str, body: Mapping[str, Any], chars: int) -> "Question | None":
+        """Return the question with this body; None if the prompt is too short or too long."""
+        if not _LEAST_CHARS <= chars <= _MOST_BYTES:
+            return None
+        try:
+            sent = msgspec.json.encode(body)  # orjson would reserve 16 times the memory
+        except (RecursionError, UnicodeEncodeError):
+            return None
+        digest = blake2b(sent, digest_size=16).digest()
+        return cls(path=path, sent=sent, digest=digest, chars=chars, is_chat="messages" in body)
 
     @property
     def limit_s(self) -> float:
@@ -122,16 +141,6 @@ class _Asked:
         self.failures = 0
 
 
-class _Answer(msgspec.Struct):
-    """Of ``/tokenize``, and of vLLM's ``/render``."""
-
-    tokens: list[int] | None = None
-    token_ids: list[int] | None = None
-
-
-_ANSWERS: Final = msgspec.json.Decoder(_Answer)
-
-
 class ReplicaTokenizer:
     """Asks replicas for tokens. Use it from one event loop."""
 
@@ -160,30 +169,25 @@ class ReplicaTokenizer:
         """How long all questions took that replicas got."""
 
     async def tokens(
-        self, question: Question, among: Collection[str], kind: Hashable, body_bytes: float
+        self, question: Question, among: Collection[str], kind: Hashable
     ) -> Sequence[int] | None:
         """Return the tokens of a prompt, or None if no replica told them in time.
 
         ``among`` are the URLs of replicas that tokenize alike, and ``kind`` tells their way of
-        tokenizing from others. ``body_bytes`` is the size of the client's request.
+        tokenizing from others.
         """
-        if question.chars < _LEAST_CHARS or question.chars > _MOST_BYTES:
-            return None
-        try:
-            sent = await off_loop(body_bytes, orjson.dumps, question.body)
-        except orjson.JSONEncodeError:  # too deep, or not Unicode
-            return None
-        name = ("told", kind, question.path, blake2b(sent, digest_size=16).digest())
+        sent_bytes = len(question.sent)
+        name = ("told", kind, question.path, question.digest)
         if (known := self._remembered(name)) is not None:
             return known
-        if len(sent) > _MOST_BYTES or self._held_bytes + len(sent) > _MOST_HELD_BYTES:
+        if sent_bytes > _MOST_BYTES or self._held_bytes + sent_bytes > _MOST_HELD_BYTES:
             self.counts[Told.NOT_ASKED] += 1
             return None
-        self._held_bytes += len(sent)
+        self._held_bytes += sent_bytes
         try:
-            return await self._in_turn(question, sent, among, name)
+            return await self._in_turn(question, among, name)
         finally:
-            self._held_bytes -= len(sent)
+            self._held_bytes -= sent_bytes
 
     def answers(self, url: str) -> bool:
         """Whether a replica is not known to leave questions unanswered."""
@@ -197,7 +201,7 @@ class ReplicaTokenizer:
         self._asked.pop(url, None)
 
     async def _in_turn(
-        self, question: Question, sent: bytes, among: Collection[str], name: Hashable
+        self, question: Question, among: Collection[str], name: Hashable
     ) -> Sequence[int] | None:
         until_s = asyncio.get_running_loop().time() + question.limit_s
         equal = self._asking.setdefault(name, asyncio.Lock())
@@ -211,13 +215,13 @@ class ReplicaTokenizer:
                 return None
             if (known := self._remembered(name)) is not None:
                 return known
-            ids = await self._ask(question, sent, among, until_s)
+            ids = await self._ask(question, among, until_s)
             if ids is not None:
                 self._memo.add(name, ids, 0)
             return ids
 
     async def _ask(
-        self, question: Question, sent: bytes, among: Collection[str], until_s: float
+        self, question: Question, among: Collection[str], until_s: float
     ) -> "array[int] | None":
         replica = self._chosen(among)
         if replica is None:
@@ -231,13 +235,14 @@ class ReplicaTokenizer:
         try:
             async with asyncio.timeout_at(until_s):
                 try:
-                    answer = await self._post(replica, question.path, sent)
+                    answer = await self._post(replica, question)
                 except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
                     # The replica may just have closed an idle connection.
-                    answer = await self._post(replica, question.path, sent)
+                    answer = await self._post(replica, question)
                 if answer is None:
                     self.counts[Told.REFUSED] += 1
                     return None
+                question.sent = b""
                 ids = await off_loop(len(answer), _ids, answer)
         except (aiohttp.ClientError, OSError, ValueError) as error:  # TimeoutError is an OSError
             asked.failed(began_s, self._clock())
@@ -264,23 +269,23 @@ class ReplicaTokenizer:
                 return each
         return None
 
-    async def _post(self, replica: TokenizingReplica, path: str, sent: bytes) -> bytearray | None:
+    async def _post(self, replica: TokenizingReplica, question: Question) -> bytearray | None:
         """Return a replica's answer, None if it refuses the prompt; raise what aiohttp raises."""
         async with self._session.post(
-            f"{replica.url.rstrip('/')}{path}",
-            data=sent,
+            f"{replica.url.rstrip('/')}{question.path}",
+            data=BytesIO(question.sent) if len(question.sent) > _PARTED_BYTES else question.sent,
             headers={**replica.headers, "Content-Type": "application/json"},
             allow_redirects=False,
         ) as response:
             if response.status in _REFUSALS:
                 return None
             if response.status != 200:
-                raise ValueError(f"{path} answers {response.status}")
+                raise ValueError(f"{question.path} answers {response.status}")
             answer = bytearray()
             async for part in response.content.iter_any():
                 answer += part
-                if len(answer) > _ANSWER_BYTES + _ANSWER_BYTES_PER_BYTE * len(sent):
-                    raise ValueError(f"the answer of {path} is too long")
+                if len(answer) > _ANSWER_BYTES + _ANSWER_BYTES_PER_BYTE * len(question.sent):
+                    raise ValueError(f"the answer of {question.path} is too long")
             return answer
 
     def _remembered(self, name: Hashable) -> Sequence[int] | None:
@@ -298,12 +303,20 @@ class ReplicaTokenizer:
 
 
 def _ids(answer: bytearray) -> "array[int]":
-    """Return the tokens in an answer; raise ValueError if it is not one."""
-    decoded = _ANSWERS.decode(answer)
-    tokens = decoded.tokens if decoded.tokens is not None else decoded.token_ids
-    if not tokens:
-        raise ValueError("the answer has no tokens")
+    """Return the tokens in an answer of ``/tokenize`` or of vLLM's ``/render``.
+
+    Raises ValueError if it is not one. A long list is parsed in parts, because a list of Python's
+    takes 6 times the answer's memory.
+    """
     try:
-        return array("I", tokens)
-    except (OverflowError, TypeError) as error:
+        long_lists = LongStrings(answer)
+        fields = msgspec.json.decode(long_lists.rest, type=dict[str, Any])
+        tokens = fields.get("tokens")
+        tokens = long_lists.ids(fields.get("token_ids") if tokens is None else tokens)
+        if not tokens:
+            raise ValueError("the answer has no tokens")
+        if isinstance(tokens, array):
+            return tokens
+        return array("I", msgspec.convert(tokens, list[int]))
+    except (OverflowError, BadRequestError) as error:
         raise ValueError("the answer has something that is not a token") from error

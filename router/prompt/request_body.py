@@ -162,8 +162,8 @@ def joined(parts: Sequence[bytes | memoryview]) -> BodyBytes:
     return whole
 
 
-def parsed_bytes(body: BodyBytes) -> int:
-    """Return about how much memory the values of a JSON body take.
+def parsed_bytes(body: BodyBytes, more_values: int = 0) -> int:
+    """Return about how much memory the values of a JSON body take, and more besides.
 
     Raises `BadRequestError` above the limits. Takes up to a second for a hostile body.
     """
@@ -172,6 +172,7 @@ def parsed_bytes(body: BodyBytes) -> int:
     if values > MAX_VALUES or members > MAX_MEMBERS:
         # So far what stands in strings was counted too.
         values, members = _counts(_outside_strings(body))
+    values += more_values
     if values > MAX_VALUES:
         raise _too_many(f"{MAX_VALUES} values")
     if members > MAX_MEMBERS:
@@ -180,23 +181,26 @@ def parsed_bytes(body: BodyBytes) -> int:
 
 
 def _counts(parts: Iterable[BodyBytes]) -> tuple[int, int]:
-    """Return how many values and members parts of a body have, until both are clearly too many."""
+    """Return how many values and members parts of a body have, until either are too many."""
     values = members = 0
     for part in parts:
         structure = part.translate(None, _NO_STRUCTURE)
         commas = structure.count(b",")
         values += commas
         members += len(structure) - commas
-        if values > MAX_VALUES and members > MAX_MEMBERS:
+        if values > MAX_VALUES or members > MAX_MEMBERS:
             break
     return values + members, members
 
 
-def _outside_strings(body: BodyBytes) -> Iterator[bytes]:
-    """Yield what stands between the strings of a body."""
+def _outside_strings(body: BodyBytes) -> Iterator[BodyBytes]:
+    """Yield what stands between the strings of a body, in parts of limited size."""
     gaps: list[BodyBytes] = []
     at = quotes = 0
     while (start := body.find(b'"', at)) >= 0:
+        while start - at > _PART_BYTES:
+            yield body[at : at + _PART_BYTES]
+            at += _PART_BYTES
         gaps.append(body[at:start])
         at = start + 1
         while (end := body.find(b'"', at)) >= 0:
@@ -214,8 +218,8 @@ def _outside_strings(body: BodyBytes) -> Iterator[bytes]:
         if len(gaps) == _GAPS:
             yield b"".join(gaps)
             gaps.clear()
-    gaps.append(body[at:])
     yield b"".join(gaps)
+    yield from (body[each : each + _PART_BYTES] for each in range(at, len(body), _PART_BYTES))
 
 
 def _too_many(what: str) -> BadRequestError:

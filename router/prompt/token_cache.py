@@ -1,37 +1,34 @@
 """Tokenizes text, and keeps the tokens and block keys of text that was seen before.
 
-`Encoder` cuts a text where its tokens are the tokens of its pieces, one after another. One place is
-a special token that absorbs none of the text around it: the tokenizer splits there before it
-normalizes. The other is between an ASCII letter and a space followed by a letter (``the| cat``), if
-no normalizer, pre-tokenizer, merge or added token in ``tokenizer.json`` can reach across it; a
-component that is not in the lists below allows no cut. `Memo` is one least-recently-used store,
-bounded in bytes and shared by all tokenizers. It holds pieces (text to token ids) and steps (a
-piece after other pieces, hashed in one way, to the keys of the blocks that end in it). Texts are
-the dictionary's keys, so that a hash collision cannot give wrong tokens. Each salt and each
-adapter is its own way of hashing, so tenants do not share steps.
+`Encoder` tokenizes the parts of a text (`router.prompt.text_cutter`) that are not remembered.
+
+`Memo` is one least-recently-used store, bounded in bytes and shared by all tokenizers. It holds
+pieces (text to token ids) and steps (a piece after other pieces, hashed in one way, to the keys of
+the blocks that end in it). Texts are the dictionary's keys, so that a hash collision cannot give
+wrong tokens. Each salt and each adapter is its own way of hashing, so tenants do not share steps.
 """
 
 import json
 import logging
-import os.path
 import re
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from tokenizers import Tokenizer
 
+from router.prompt.text_cutter import CUT_CHARS, SEARCHED_CHARS, Cutter, Part, longest_first
 from warmroute_common.config_reader import ConfigError
 from warmroute_common.keys import ExtraKeys, HashScheme
 
 _log = logging.getLogger("warmroute.prompt")
 
-CUT_CHARS: Final = 1024
-"""The approximate length of a piece of plain text."""
+_BATCH_BYTES: Final = 32 << 10
+"""Tokenized at once: the tokenizer uses 50 to 200x this memory meanwhile."""
 
 _ENTRY_BYTES: Final = 400
 """Size of a dictionary entry and its small objects, without its payload."""
@@ -41,203 +38,6 @@ _RUN_TOKENS: Final = 128
 """Token ids that a request gives directly are cached in runs of this length."""
 
 _PROBES: Final = ("a", "Hello, world", " x\n", "é 12")
-
-_CUT: Final = re.compile(r"[A-Za-z](?= [A-Za-z])")
-
-# Normalizers that leave ASCII letters and spaces alone, or change each by itself.
-_LOCAL_NORMALIZERS: Final = frozenset(
-    {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer"}
-)
-_SPACES_REPLACED: Final = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-
-# Pre-tokenizers that part a letter from a space behind it, whatever surrounds them.
-_PARTING: Final = frozenset({"Whitespace", "WhitespaceSplit", "BertPreTokenizer"})
-
-# The alternatives in the split patterns of GPT-2, GPT-4, GPT-4o, Llama 3, Qwen 2, Tekken and
-# DeepSeek. A match that contains a letter does not continue over a space. A match that ends at or
-# before a space looks no further than that space. No match looks back. So, if letters are matched
-# at all, a match ends at ``letter|space letter`` whatever the text before and after it.
-_CASED: Final = (
-    r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
-    r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
-)
-_ENDINGS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORDS: Final = (
-    r" ?\p{L}+",
-    r"[^\r\n\p{L}\p{N}]?\p{L}+",
-    r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+",
-    r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
-    *(rf"[^\r\n\p{{L}}\p{{N}}]?{cased}" for cased in _CASED),
-    *(rf"[^\r\n\p{{L}}\p{{N}}]?{cased}{_ENDINGS}?" for cased in _CASED),
-)
-_OTHERS: Final = (
-    *("'s", "'t", "'re", "'ve", "'m", "'ll", "'d", _ENDINGS),
-    *(r"\p{N}", r"\p{N}+", r" ?\p{N}+", r"\p{N}{1,3}"),
-    *(r" ?[^\s\p{L}\p{N}]+", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}]+[\r\n/]*"),
-    *(r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", r" ?[\p{P}\p{S}]+[\r\n]*"),
-    *(r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+(?!\S)", r"\s+"),
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+""",
-    *(r"[一-龥぀-ゟ゠-ヿ]+", r"[一-龥]+"),  # noqa: RUF001  (as DeepSeek has it)
-)
-
-
-def _made_of(alternatives: Iterable[str]) -> re.Pattern[str]:
-    """Return what matches a split pattern whose alternatives are all among these."""
-    one = f"(?:{'|'.join(map(re.escape, alternatives))})"
-    return re.compile(rf"{one}(?:\|{one})*")
-
-
-_LOCAL_SPLIT: Final = _made_of((*_WORDS, *_OTHERS))
-_SPLIT_WITHOUT_WORDS: Final = _made_of(_OTHERS)
-
-
-class Part(NamedTuple):
-    """A stretch of text between special tokens, or one special token (``token_id``)."""
-
-    text: str
-    token_id: int | None = None
-
-
-class Cutter:
-    """Cuts texts for one tokenizer, described as ``tokenizer.json`` describes it.
-
-    ``splits_specials`` and ``splits_text`` say what it may do.
-    """
-
-    def __init__(self, description: Mapping[str, Any]) -> None:
-        added: list[Mapping[str, Any]] = list(description.get("added_tokens") or ())
-        before = [one for one in added if not one["normalized"]]
-        steps = _steps(description.get("pre_tokenizer"), "pretokenizers")
-        # A token that looks at the characters around it would see other ones
-        # at a cut; then nothing is cut at all.
-        looks_around = any(one["single_word"] for one in added)
-        # Some tokenizers put a space before the first word of a text, but not
-        # before one that follows a special token.
-        first_differs = any(step.get("prepend_scheme") == "first" for step in steps)
-        self.splits_specials = not looks_around and not first_differs
-        self.splits_text = (
-            not looks_around
-            and not any(map(_reaches_across, added))
-            and _parts_words(description, steps)
-        )
-        # All tokens that are looked for before normalization take part in the
-        # search, since the longest at a place wins; but only pieces that take
-        # nothing around them are places to cut.
-        self._search = re.compile(longest_first(one["content"] for one in before) or r"(?!)")
-        # Where none of these is, there is nothing to search for: an alternation that does
-        # not begin with one character is tried at every place of the text.
-        self._beginnings = {one["content"][:1] for one in before}
-        self._ids: dict[str, int] = {
-            one["content"]: one["id"] for one in before if not (one["lstrip"] or one["rstrip"])
-        }
-
-    def parts(self, text: str) -> list[Part]:
-        """Return the parts of ``text``, in order; none of them is empty."""
-        parts: list[Part] = []
-        start = 0
-        may_hold = self.splits_specials and any(map(text.__contains__, self._beginnings))
-        for match in self._search.finditer(text) if may_hold else ():
-            token_id = self._ids.get(match.group())
-            if token_id is None:
-                continue
-            self._add_pieces(parts, text[start : match.start()])
-            parts.append(Part(match.group(), token_id))
-            start = match.end()
-        self._add_pieces(parts, text[start:])
-        return parts
-
-    def _add_pieces(self, parts: list[Part], stretch: str) -> None:
-        start = 0
-        while self.splits_text and len(stretch) - start > CUT_CHARS:
-            cut = _CUT.search(stretch, start + CUT_CHARS)
-            if cut is None:
-                break
-            parts.append(Part(stretch[start : cut.end()]))
-            start = cut.end()
-        if start < len(stretch):
-            parts.append(Part(stretch[start:]))
-
-
-def longest_first(contents: Iterable[str]) -> str:
-    """Return a pattern that matches the longest of ``contents`` at a place.
-
-    A tree of common beginnings: some models have thousands of added tokens,
-    and an alternation of all would try each in turn at every ``<``.
-    """
-    heads: dict[str, list[str]] = {}
-    for content in contents:
-        heads.setdefault(content[:1], []).append(content)
-    may_end = heads.pop("", None)
-    branches = []
-    for group in heads.values():
-        shared = os.path.commonprefix(group)  # noqa: RUF071  (characters are meant)
-        branches.append(re.escape(shared) + longest_first(one[len(shared) :] for one in group))
-    if not branches:
-        return ""
-    return f"(?:{'|'.join(branches)}){'?' if may_end else ''}"
-
-
-def _reaches_across(added: Mapping[str, Any]) -> bool:
-    """Whether an added token can hold a letter and the space behind it."""
-    content: str = added["content"]
-    return bool(re.search(r"\S\s", content)) or (added["rstrip"] and content[-1:].isalpha())
-
-
-def _steps(step: Mapping[str, Any] | None, name: str) -> Sequence[Mapping[str, Any]]:
-    """Return the steps of a normalizer or pre-tokenizer, which may be a sequence in a sequence."""
-    if step is None:
-        return []
-    if step["type"] == "Sequence":
-        return [inner for one in step[name] for inner in _steps(one, name)]
-    return [step]
-
-
-def _parts_words(description: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether words end at a space, by the pre-tokenizer or because no merge spans it."""
-    model = description["model"]
-    normalizers = _steps(description.get("normalizer"), "normalizers")
-    spaces_replaced = _SPACES_REPLACED in normalizers
-    if model.get("dropout") or not all(
-        one == _SPACES_REPLACED or one["type"] in _LOCAL_NORMALIZERS for one in normalizers
-    ):
-        return False
-    parting = [_parts_at_space(step, spaces_replaced=spaces_replaced) for step in steps]
-    return None not in parting and (any(parting) or _no_merge_over_space(model))
-
-
-def _parts_at_space(step: Mapping[str, Any], *, spaces_replaced: bool) -> bool | None:
-    """Whether a step parts a letter from a space behind it; None if it may reach across."""
-    match step["type"]:
-        case "Digits" | "Punctuation":
-            return False
-        case "ByteLevel":  # it prepends a space only where there is none
-            return bool(step.get("use_regex", True))
-        case "Metaspace" if step["replacement"] == "▁":  # likewise
-            return bool(step.get("split", True))
-        case "Split" if step["pattern"] == {"String": " "} and spaces_replaced:
-            return False  # nothing to split at
-        case "Split" if not step.get("invert") and step["behavior"] in ("Isolated", "Removed"):
-            pattern = step["pattern"].get("Regex", "")
-            local = _LOCAL_SPLIT.fullmatch(pattern) is not None
-            return _SPLIT_WITHOUT_WORDS.fullmatch(pattern) is None if local else None
-    return True if step["type"] in _PARTING else None
-
-
-def _no_merge_over_space(model: Mapping[str, Any]) -> bool:
-    """Whether no token of a BPE has a space (``▁``) behind something else.
-
-    Then no merge can cross ``letter|▁``, in whatever order merges are made.
-    The space must be a token itself, or it could melt with an unknown letter.
-    """
-    if model.get("type") != "BPE" or "▁" not in model["vocab"]:
-        return False
-    if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
-        return False
-    merged = (
-        merge.replace(" ", "", 1) if isinstance(merge, str) else "".join(merge)
-        for merge in model["merges"]
-    )
-    return not any("▁" in token.lstrip("▁") for token in merged)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -393,7 +193,8 @@ class Memo:
         piece = self._get(name)
         if not isinstance(piece, Piece):  # else another thread was first: keys hang on its serial
             nbytes = _ENTRY_BYTES + name_bytes + 4 * len(ids)
-            piece = Piece(next(self._serials), array("I", ids), nbytes)
+            own = ids if isinstance(ids, array) else array("I", ids)
+            piece = Piece(next(self._serials), own, nbytes)
             self._put(name, piece)
         return piece
 
@@ -414,6 +215,10 @@ class Memo:
             self.used_bytes -= oldest.nbytes
 
 
+class TooManyTokensError(Exception):
+    """A text has more tokens than the model takes. Its message is how many."""
+
+
 @dataclass(frozen=True, slots=True)
 class CutText:
     """A text in parts whose tokens, in a row, are its own; thread-safe."""
@@ -428,29 +233,51 @@ class CutText:
         """Return how many characters would have to be tokenized now."""
         return sum(len(name[1]) for name in self._names() if not self.memo.knows(name))
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self, most_tokens: int | None = None) -> list[Piece]:
         """Return the pieces, tokenizing the parts that are not in the memo, each once.
 
-        Raises `UnicodeEncodeError` or TypeError for text that is not Unicode.
+        Raises `TooManyTokensError` as soon as there are more than ``most_tokens``;
+        `UnicodeEncodeError` or TypeError for text that is not Unicode.
         """
         names = self._names()
         known = self.memo.find(names)
-        missing = [name for name in names if name not in known]
-        if missing:
-            texts = [text for _, text in missing]
+        tokens = sum(len(each.ids) for each in known.values())
+        for batch in _batches([name for name in names if name not in known]):
+            if most_tokens is not None and tokens > most_tokens:
+                raise TooManyTokensError(f"more than {most_tokens}")
+            texts = [text for _, text in batch]
             made = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-            for name, encoding in zip(missing, made, strict=True):
+            for name, encoding in zip(batch, made, strict=True):
                 known[name] = self.memo.add(name, encoding.ids, 2 * len(name[1]))
-        return [
-            Piece.of_token(part.token_id)
-            if part.token_id is not None
-            else known[(self.space, part.text)]
-            for part in self.parts
-        ]
+                tokens += len(known[name].ids)
+        pieces: list[Piece] = []
+        tokens = 0  # now of the parts that come several times, too
+        for part in self.parts:
+            if part.token_id is None:
+                pieces.append(known[(self.space, part.text)])
+            else:
+                pieces.append(Piece.of_token(part.token_id))
+            tokens += len(pieces[-1].ids)
+        if most_tokens is not None and tokens > most_tokens:
+            raise TooManyTokensError(f"{tokens}")
+        return pieces
 
     def _names(self) -> Collection[tuple[object, str]]:
         """Return the memo's name of each part that is text, each once."""
         return {(self.space, part.text): None for part in self.parts if part.token_id is None}
+
+
+def _batches(names: Iterable[tuple[object, str]]) -> Iterator[list[tuple[object, str]]]:
+    batch: list[tuple[object, str]] = []
+    size = 0
+    for name in names:
+        size += len(name[1].encode())
+        if batch and size > _BATCH_BYTES:
+            yield batch
+            batch, size = [], len(name[1].encode())
+        batch.append(name)
+    if batch:
+        yield batch
 
 
 class Encoder:
@@ -474,7 +301,7 @@ class Encoder:
         self._cutter = Cutter(description)
         if not self._cuts_well(special):
             _log.warning("this tokenizer's texts cannot be cut: every prompt is tokenized anew")
-            self._cutter.splits_specials = self._cutter.splits_text = False
+            self._cutter.cut_nothing()
 
     @property
     def adds_ends(self) -> bool:
@@ -486,7 +313,7 @@ class Encoder:
         return self._special.search(text) is not None
 
     def cut(self, text: str, *, add_special_tokens: bool) -> CutText:
-        """Return the text in parts that are tokenized one by one."""
+        """Return the text in parts that are tokenized one by one; raise `HugePartError`."""
         parts = self._cutter.parts(text)
         if add_special_tokens:
             parts = [*self._before, *parts, *self._after]
@@ -516,6 +343,7 @@ class Encoder:
         mark = min(special, default="")
         words = "The quick brown fox jumps over 13 lazy dogs, doesn't it?\n\n "
         sample = words + mark + words * (1 + 3 * CUT_CHARS // len(words)) + mark + words
+        sample += "词，B/г=" * (3 * SEARCHED_CHARS // 6)  # noqa: RUF001
         cut = CutText(self._cutter.parts(sample), self._bare, Memo(1 << 20), self._space)
         together = [token for piece in cut.pieces() for token in piece.ids]
         return together == self._bare.encode(sample, add_special_tokens=False).ids

@@ -13,6 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Final, Protocol
 
 from router.config.settings import RouterConfig
@@ -204,9 +205,8 @@ class RequestLifecycle:
         salt_key: bytes | None = None,
     ) -> ParsedRequest:
         """Return what routing needs of a request; raise `BadRequestError`: see `Policy.parse`."""
-        return await off_loop(
-            len(body), self.policy.parse, plane, method, path, headers, body, salt_key=salt_key
-        )
+        parse = partial(self.policy.parse, salt_key=salt_key, most_chars=self._prompts.most_chars)
+        return await off_loop(len(body), parse, plane, method, path, headers, body)
 
     async def read(self, asked: ParsedRequest, record: RequestRecord) -> PromptKeyCache:
         """Render and tokenize the prompt; return its keys, which are computed when asked for.
@@ -410,7 +410,7 @@ class RequestLifecycle:
         try:
             return await self._prompts.read(
                 asked.endpoint,
-                dict(asked.fields),
+                asked.fields,
                 len(asked.body),
                 asked.model,
                 is_cut=asked.is_cut,

@@ -24,11 +24,11 @@ from router.fleet.in_flight import Ticket
 from router.fleet.replica import Replica
 from router.index.prompt_keys import PromptKeyCache
 from router.policy import ParsedRequest, Plane, endpoint_label, stores
+from router.proxy.first_byte_waits import FirstByteWaits
 from router.proxy.lifecycle import MAY_BE_REQUESTS, RequestLifecycle
 from router.proxy.relay import ClientAnswer, UsageReader, relay
 from router.proxy.upstream import (
     AttemptFailedError,
-    FirstByteWaits,
     ReplicaAnswer,
     Upstream,
     Wait,

@@ -245,3 +245,35 @@ def test_a_client_writes_no_lines_into_the_log() -> None:
     for each in lines:
         assert each.isprintable() and re.match(r"\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ +warmroute", each)
         assert not each.startswith("2026-01-01 00:00:00,000")
+
+
+_FREEING = """
+import threading
+from router.cli.serve import return_large_memory
+
+def resident_kib():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(each.split()[1]) for each in lines if each.startswith("VmRSS"))
+
+def work():
+    for _ in range(2):
+        bytes(16 << 20)  # once freed, the C library would keep blocks of this size
+    body = bytearray(b"x" * (8 << 20))
+    kept.append(bytes(200_000))
+    del body
+
+return_large_memory()
+kept, before = [], resident_kib()
+for _ in range(4):
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+print(resident_kib() - before)
+"""
+
+
+def test_freed_bodies_are_returned_to_the_system() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _FREEING], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) < 4 << 10, "KiB; 16 MiB or more if they are kept"

@@ -1,5 +1,6 @@
 """Tokens put together from remembered pieces are those of the whole text."""
 
+import json
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -7,9 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer, normalizers
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
-from router.prompt.token_cache import Encoder, Memo
+from router.prompt import text_cutter
+from router.prompt.text_cutter import Cutter, HugePartError
+from router.prompt.token_cache import Encoder, Memo, TooManyTokensError
 from tests.router.prompt.helpers import LONG
 from tests.router.prompt.tokenizer_makers import KINDS, SPECIALS, TEXT, texts
 
@@ -86,6 +90,18 @@ def test_without_room_everything_is_tokenized_anew() -> None:
     assert memo.used_bytes == 0
 
 
+def test_a_text_of_too_many_tokens_is_not_tokenized_to_its_end() -> None:
+    memo = Memo(1 << 24)
+    encoder = Encoder(tokenizer_of("llama3"), memo)
+    text = "".join(f"the number {number} and " for number in range(50_000))
+    with pytest.raises(TooManyTokensError):
+        encoder.cut(text, add_special_tokens=False).pieces(1_000)
+    assert 1_000 < memo.tokens_tokenized < 100_000
+    assert len(ids_of(encoder, text)) > 200_000
+    with pytest.raises(TooManyTokensError):
+        encoder.cut("the same words and " * 1_000, add_special_tokens=False).pieces(1_000)
+
+
 def test_text_that_is_not_unicode_is_an_error() -> None:
     with pytest.raises((UnicodeEncodeError, TypeError)):
         encoder_of("gpt2").cut("a\ud800", add_special_tokens=False).pieces()
@@ -127,3 +143,92 @@ def test_remembered_tokens_equal_fresh_ones_after_any_edit(kind: str, data: st.D
         special = data.draw(st.booleans())
         assert ids_of(encoder, text, special=special) == expected(kind, text, special=special)
         text = edited(data.draw, text)
+
+
+LETTERS = "sTéßİгйЖ词語龥한がカｶﾞーกָא\u0915\u093e\u0958ﬁªʰ"  # noqa: RUF001
+OTHERS = " \n\t'’!,/=<|>_0.。，、！？\u0301\u200d\u00a0²👩\u30fb"  # noqa: RUF001
+WORDS = (
+    st.sampled_from(["'s", "T'LL", ""]) | st.text(LETTERS, max_size=3) | st.text(OTHERS, max_size=3)
+)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "o200k", "deepseek"])
+@pytest.mark.parametrize("normalizer", ["NFC", "NFD", "NFKC", "NFKD", "Lowercase"])
+@settings(max_examples=150, suppress_health_check=list(HealthCheck), print_blob=True)
+@given(words=st.lists(WORDS, max_size=60))
+def test_texts_are_cut_at_the_ends_of_words(kind: str, normalizer: str, words: list[str]) -> None:
+    """The words that the tokenizer splits the parts into are those of the whole."""
+    tokenizer, cutter = splitting(kind, normalizer)
+
+    def split(text: str) -> list[str]:
+        normalized = tokenizer.normalizer.normalize_str(text)
+        return [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(normalized)]
+
+    text = "".join(words)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_cutter, "CUT_CHARS", 2)
+        patch.setattr(text_cutter, "SEARCHED_CHARS", 4)
+        parts = [part.text for part in cutter.parts(text)]
+    assert "".join(parts) == text
+    assert [word for part in parts for word in split(part)] == split(text)
+
+
+ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+PATTERNS = {
+    "o200k": [
+        rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*"
+        rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+{ENDINGS}|"
+        rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+"
+        rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{ENDINGS}|"
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ],
+    "deepseek": [
+        r"\p{N}{1,3}",
+        "[一-龥぀-ゟ゠-ヿ]+",  # noqa: RUF001
+        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|"""
+        r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ],
+}
+
+
+@cache
+def splitting(kind: str, normalizer: str) -> tuple[Tokenizer, Cutter]:
+    tokenizer = KINDS["gpt2" if kind == "gpt2" else "llama3"]()
+    if kind in PATTERNS:
+        patterns = [Split(Regex(each), "isolated") for each in PATTERNS[kind]]
+        bytes_of = ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = Sequence([*patterns, bytes_of])
+    tokenizer.normalizer = getattr(normalizers, normalizer)()
+    cutter = Cutter(json.loads(tokenizer.to_str()))
+    assert cutter.splits_words
+    return tokenizer, cutter
+
+
+@pytest.mark.parametrize(
+    "text", ["这是一段很长的文字。", "iVBOR/w0KGgo+", "съешь же ещё. ", "した、"]
+)
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen2"])
+def test_no_part_of_prose_is_huge(kind: str, text: str) -> None:
+    encoder = encoder_of(kind)
+    prose = encoder.cut(text * (500_000 // len(text)), add_special_tokens=False)
+    assert max(len(part.text) for part in prose.parts) < 2_100
+    for huge in ("a" * 40_000, "👩" * 10_000):
+        with pytest.raises(HugePartError):
+            encoder.cut(huge, add_special_tokens=False)
+    assert encoder.cut("a" * 30_000, add_special_tokens=False).parts
+
+
+def test_a_text_that_cannot_be_cut_may_be_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Encoder, "_cuts_well", lambda *_: False)
+    encoder = Encoder(tokenizer_of("llama3"), Memo(1 << 20))
+    assert len(encoder.cut(LONG * (100_000 // len(LONG)), add_special_tokens=False).parts) == 1
+
+
+@pytest.mark.parametrize("kind", ["gemma", "unigram", "legacy-llama", "single-words"])
+def test_parts_are_bounded_where_prose_may_have_long_ones(kind: str) -> None:
+    """Chinese has no spaces; some tokenizers' texts cannot be cut at all."""
+    encoder = encoder_of(kind)
+    for text in ("这是一段很长的文字。" * 30_000, "a" * 1_000_000):
+        assert len(encoder.cut(text, add_special_tokens=False).parts) == 1
+        with pytest.raises(HugePartError):
+            encoder.cut(2 * text, add_special_tokens=False)

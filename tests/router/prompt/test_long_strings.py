@@ -1,6 +1,8 @@
 """Long strings are taken out of a body before it is parsed, and put back unchanged."""
 
+import gc
 import json
+import sys
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +17,7 @@ from router.config.settings import RouterConfig
 from router.policy import ParsedRequest, Plane, Policy
 from router.prompt import long_strings
 from router.prompt.long_strings import LongStrings
-from router.prompt.request_body import prompt_fields, with_members
+from router.prompt.request_body import MAX_VALUES, prompt_fields, with_members
 from warmroute_common.api_errors import BadRequestError
 
 MIB = 1 << 20
@@ -31,6 +33,7 @@ def short_parts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(long_strings, "LARGE_BODY_BYTES", 0)
         patch.setattr(long_strings, "_SCANNED_BYTES", 20)
+        patch.setattr(long_strings, "_LISTED_BYTES", 48)
         patch.setattr(long_strings, "_DECODED_BYTES", 16)
         yield
 
@@ -103,6 +106,90 @@ def test_of_more_text_than_a_context_takes_the_beginning_is_read() -> None:
     assert asked.is_cut
 
 
+IDS = st.lists(st.integers(0, 1 << 33) | st.integers(0, 9), max_size=80)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    ids=st.lists(IDS, min_size=1, max_size=3),
+    text=TEXT,
+    digits=st.text("0123456789, ", max_size=60),
+    indent=st.sampled_from([None, 3]),
+)
+def test_lists_of_numbers_that_are_taken_out_come_back(
+    ids: list[list[int]], text: str, digits: str, indent: int | None
+) -> None:
+    tools = {"enum": ids[0], text: [text, digits]}
+    fields: dict[str, Any] = {
+        "prompt": ids[0],
+        "input": [*ids, text, digits],
+        "tools": [tools],
+        "messages": ids,
+    }
+    body = json.dumps(fields, indent=indent).encode()
+    with short_parts():
+        found = restored(body)
+        taken = LongStrings(body)
+        changed = taken.put_back(with_members(taken.rest, {"model": "m"}))
+    assert json.loads(changed) == {**fields, "model": "m"}
+    assert {name: found[name] for name in ("tools", "messages")} == {
+        name: fields[name] for name in ("tools", "messages")
+    }
+    assert list(found["prompt"]) == ids[0]
+    assert [list(each) for each in found["input"]] == [list(each) for each in fields["input"]]
+
+
+@pytest.mark.parametrize("numbers", [",", "01", "1 2", ""])
+@pytest.mark.parametrize("before", [0, 20_000, 150_000])
+def test_a_broken_list_of_numbers_is_refused(numbers: str, before: int) -> None:
+    inside = "7," * before + numbers + ",7" * (150_000 - before) + " " * 200_000
+    with pytest.raises(BadRequestError, match="not valid JSON"):
+        restored(b'{"prompt":[%s]}' % inside.encode())
+
+
+def test_numbers_that_are_taken_out_are_counted_and_bounded() -> None:
+    def body(count: int) -> bytes:
+        return b'{"prompt":[%s0]}' % (b"0," * count)
+
+    given = body(MAX_VALUES - 10)
+    tracemalloc.start()
+    try:
+        asked = parse(given)
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert asked.parsed_bytes > 4 * MAX_VALUES
+    assert most_bytes < 6 * MAX_VALUES
+    with pytest.raises(BadRequestError, match="more than"):
+        parse(body(MAX_VALUES))
+
+
+@pytest.mark.parametrize("most_chars", [None, 3 * MIB, 3 * MIB - 1])
+def test_no_more_is_read_of_a_text_than_a_model_takes(most_chars: int | None) -> None:
+    text = "a\u20ac\n" * MIB
+    taken = LongStrings(json.dumps({"prompt": text}, ensure_ascii=False).encode())
+    fields = prompt_fields(taken.rest)
+    taken.restore(fields, most_chars)
+    if most_chars is None or most_chars >= len(text):
+        assert fields == {"prompt": text}
+        assert not taken.is_cut
+    else:
+        assert len(fields["prompt"]) < 1000
+        assert taken.is_cut
+
+
+@pytest.mark.parametrize("content", ["a", "\\u4e2d", "null"])
+def test_reading_a_text_takes_its_memory_once(content: str) -> None:
+    body = b'{"prompt":"%s"}' % (content.encode() * (4 * MIB // len(content)))
+    tracemalloc.start()
+    try:
+        restored(body)
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < 1.6 * len(body), "the decoding of a part of 1 MiB takes memory, too"
+
+
 def test_a_large_body_of_short_strings_is_refused() -> None:
     """One call would parse it."""
     with pytest.raises(BadRequestError, match="besides its strings of more than 8192 bytes"):
@@ -120,6 +207,18 @@ def test_a_body_is_parsed_without_a_copy(content: str) -> None:
     finally:
         tracemalloc.stop()
     assert most_bytes < len(body) / 10
+
+
+def test_a_body_is_released_with_its_last_reference() -> None:
+    """Not at the next garbage collection: characters of several bytes lie across ends of parts."""
+    body = json.dumps({"prompt": "\u20ac" * MIB}, ensure_ascii=False).encode()
+    references = sys.getrefcount(body)
+    gc.disable()
+    try:
+        restored(body)
+        assert sys.getrefcount(body) == references
+    finally:
+        gc.enable()
 
 
 def test_a_long_name_of_a_model_is_not_a_mark() -> None:

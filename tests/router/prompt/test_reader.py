@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import threading
+from array import array
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -514,6 +515,44 @@ async def test_token_ids_that_no_context_takes_are_refused_before_they_are_looke
     assert reader.memo.used_bytes == used_bytes
     cut = await reader.read(endpoint, {**body, "truncate_prompt_tokens": 50}, max_tokens=100)
     assert cut.token_count == 50
+
+
+@pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/embeddings", "/v1/responses"])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("suffix", [None, "x"])
+async def test_ids_in_an_array_are_read_as_those_in_a_list(
+    reader: PromptReader, endpoint: str, nested: bool, suffix: str | None
+) -> None:
+    """A long list of ids comes as an array (`LongStrings`)."""
+    ids = [7, 0x7FFF_FFFF, 3] * 200
+    found = []
+    for given in (ids, array("I", ids)):
+        body = {name: [given] if nested else given for name in ("prompt", "input")}
+        try:
+            prompt = await reader.read(endpoint, {**body, "suffix": suffix})
+            found.append((list(prompt.token_ids or ()), prompt.doubt, prompt.text))
+        except BadRequestError as error:
+            found.append(([], error.code, ""))
+    assert found[0] == found[1]
+
+
+def test_a_word_that_takes_too_much_memory_is_matched_by_its_text(reader: PromptReader) -> None:
+    before = reader.memo.tokens_tokenized
+    for body in (
+        chat(said("user", "a" * 40_000)),
+        chat(said("user", "a" * 40_000), {"role": "user", "content": [IMAGE]}),
+    ):
+        prompt = reader.read_now(CHAT, body)
+        assert prompt.token_ids is None and "memory" in (prompt.doubt or "")
+        assert "a" * 40_000 in prompt.text
+    assert reader.memo.tokens_tokenized == before
+
+
+def test_the_place_of_what_is_wrong_in_a_long_list_is_named(reader: PromptReader) -> None:
+    documents: list[object] = [{"title": "a"}] * 10_000
+    documents[9_000] = None
+    with pytest.raises(BadRequestError, match=r"'documents\[9000\]': Expected `object`"):
+        reader.read_now(CHAT, {**chat(said("user", "a")), "documents": documents})
 
 
 async def test_a_text_that_is_far_too_long_is_not_tokenized(reader: PromptReader) -> None:

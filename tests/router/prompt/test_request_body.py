@@ -57,6 +57,19 @@ def test_what_stands_in_strings_is_no_structure(text: str) -> None:
     assert parsed_bytes(body) < len(body) + 10_000
 
 
+@pytest.mark.parametrize("value", [b"[", b"[],", b"null,"], ids=["deep", "wide", "nulls"])
+def test_counting_copies_no_large_part(value: bytes) -> None:
+    body = b'{"tools":[' + value * (8 << 20)
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadRequestError, match="more than"):
+            parsed_bytes(body)
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < len(body) / 2
+
+
 def test_a_body_that_ends_within_a_string_has_a_size() -> None:
     assert parsed_bytes(b'{"prompt": "' + b"," * MAX_VALUES * 2) > 0
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.prompt.token_cache import CUT_CHARS, Cutter, longest_first
+from router.prompt.text_cutter import CUT_CHARS, Cutter, longest_first
 from tests.router.prompt.tokenizer_makers import KINDS
 
 CUT_TEXT = {

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -13,6 +14,7 @@ from router.config.settings import TokenizerConfig
 from router.prompt.prompt import Prompt
 from router.prompt.prompt_source import PromptSource, ServedModel
 from router.prompt.replica_tokenizer import TokenizingReplica
+from router.prompt.request_body import LARGE_BODY_BYTES
 from router.proxy.upstream import client_session
 from tests.router.prompt.chat_shapes import TEMPLATES
 from tests.router.prompt.helpers import LONG, Replica, image
@@ -128,6 +130,38 @@ async def test_a_model_without_a_tokenizer(
     assert not cut.exact, "special tokens at the ends may survive"
     assert list(cut.token_ids or ()) == list(prompt_ids[-10:])
     assert router.source.inexact() == {"m": None}
+
+
+@pytest.mark.parametrize("size", [LARGE_BODY_BYTES, 5 << 20])
+async def test_of_a_large_body_only_the_question_is_kept(
+    stack: AsyncExitStack,
+    router: Router,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    size: int,
+) -> None:
+    replica = await started(stack, model)
+    await router.learn(replica, ServedModel(id="m", root="not/here"))
+    asker = router.source.replica_tokenizer
+    assert asker is not None
+    ask, content, held = asker.tokens, (LONG * (size // len(LONG) + 1))[: size + 1], []
+
+    async def tokens(*given: Any) -> Any:
+        held.append(sys.getrefcount(content))
+        return await ask(*given)
+
+    monkeypatch.setattr(asker, "tokens", tokens)
+    references = sys.getrefcount(content)
+    body = {"model": "m", "messages": [{"role": "user", "content": content}]}
+    prompt = await router.source.read(CHAT, body, len(content), "m", is_cut=False)
+    assert body == {}
+    assert sys.getrefcount(content) == references
+    if size == LARGE_BODY_BYTES:
+        assert held == [references]
+        body = {"messages": [{"role": "user", "content": content}]}
+        assert list(prompt.token_ids or ()) == theirs(replica, body)
+    else:
+        assert held == [] and prompt.token_ids is None, "too long to be asked about"
 
 
 async def test_no_media_are_sent(stack: AsyncExitStack, router: Router, model: Path) -> None:

@@ -10,13 +10,17 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
-from router.config.settings import ReplicaConfig
+from router.config.settings import ReplicaConfig, TimeoutsConfig
 from router.policy import ParsedRequest, Policy
 from router.prompt.prompt import Prompt
 from router.prompt.prompt_reader import PromptReader
+from router.proxy.first_byte_waits import FirstByteWaits
+from router.proxy.upstream import AttemptFailedError
+from router.record.records import Cause
 from tests.router.conftest import Fleet
-from tests.router.scripted import chat_events, cut_before_headers, stream
+from tests.router.scripted import Act, chat_events, cut_before_headers, json_answer, stream
 
 CHAT = "/v1/chat/completions"
 
@@ -62,6 +66,56 @@ async def test_a_stream_keeps_neither_fields_nor_prompt(
         assert [each() for each in held] == [None, None]
         end.set()
         assert b"[DONE]" in await response.read()
+
+
+OK = stream(*chat_events("a", "b"))
+CUT_BEFORE_BYTES = stream(cut=True)
+
+
+async def silent(request: web.Request) -> web.StreamResponse:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    "act", [OK, cut_before_headers, CUT_BEFORE_BYTES, json_answer({}, status=503), silent, "hung"]
+)
+@pytest.mark.parametrize("reused", [False, True])
+async def test_a_request_is_released_without_the_garbage_collector(  # noqa: PLR0917  (fixtures)
+    fleet: Fleet,
+    client: aiohttp.ClientSession,
+    held: list[weakref.ref[object]],
+    act: Act | str,
+    reused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An exception that a frame of its own traceback names would keep the body."""
+    ask = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+    router = await fleet.router(timeouts=TimeoutsConfig(first_byte_s=0.2))
+    for replica in (fleet.one, fleet.two):
+        replica.will(OK)
+        if reused:
+            async with client.post(router.url + CHAT, json=ask) as response:
+                await response.read()
+        replica.will(silent if isinstance(act, str) else act)
+    if isinstance(act, str):
+        # All waits are given up as they begin.
+        monkeypatch.setattr(
+            FirstByteWaits,
+            "_look_at",
+            lambda _, each: each.wait.give_up(AttemptFailedError(Cause.HUNG, "hung")),
+        )
+    held.clear()
+    gc.collect()
+    gc.disable()
+    try:
+        async with client.post(router.url + CHAT, json=ask) as response:
+            await response.read()
+        await router.record()
+        assert len(held) == 2
+        assert [each() for each in held] == [None, None]
+    finally:
+        gc.enable()
 
 
 async def discarding(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
