@@ -10,6 +10,7 @@ from contextlib import closing, suppress
 
 import aiohttp
 import pytest
+from aiohttp.http_writer import StreamWriter
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from router.config.settings import TimeoutsConfig
@@ -100,6 +101,41 @@ async def test_an_answer_says_when_its_request_was_written(
         assert before_s < answer.sent_s < answer.began_s
     [seen] = replica.seen
     assert seen.body == body
+
+
+async def test_a_large_body_is_not_written_in_one_turn_of_the_loop(
+    replica: Scripted, session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the replica reads so fast that no write has to wait."""
+    replica.will(json_answer({}))
+    turns = 0
+    written_in: list[int] = []
+    write = StreamWriter.write
+
+    async def never_waits(*_: object) -> None:
+        pass
+
+    async def noted(self: StreamWriter, chunk: bytes | memoryview, *more: object) -> None:
+        written_in.append(turns)
+        await write(self, chunk)
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(StreamWriter, "drain", never_waits)
+    monkeypatch.setattr(StreamWriter, "write", noted)
+    counting = asyncio.create_task(count())
+    upstream = Upstream(session, TimeoutsConfig())
+    body = b" " * (4 << 20)
+    answer = await upstream.send(
+        "POST", replica.url + "/x", headers={}, body=body, wait=Wait(), client=Client()
+    )
+    answer.close()
+    counting.cancel()
+    assert len(set(written_in)) >= 64
 
 
 # --- idle connections that the replica closes
