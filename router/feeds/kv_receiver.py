@@ -23,7 +23,8 @@ import zmq.asyncio
 from warmroute_common.tasks import end_all
 
 _SLICE_BYTES: Final = 8_192
-"""Messages of all streams that are taken before others may run: up to half a millisecond. A request waits for several turns."""
+"""Messages of all streams that are taken before others may run: up to half a millisecond. A
+request waits for several such turns."""
 _STREAM_BYTES: Final = 2_048
 """Messages of one stream that are taken before the next stream has its turn."""
 _MESSAGE_BYTES: Final = 256
