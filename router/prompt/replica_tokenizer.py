@@ -33,6 +33,7 @@ from router.prompt.request_body import off_loop
 from router.prompt.token_cache import Memo
 from warmroute_common.api_errors import BadRequestError
 from warmroute_common.backoff import Backoff
+from warmroute_common.decoding import convert, decode_json
 
 _LEAST_CHARS: Final = 8192
 """A shorter text has about 2,000 tokens or less, which a GPU computes in a tenth of a second."""
@@ -310,13 +311,13 @@ def _ids(answer: bytearray) -> "array[int]":
     """
     try:
         long_lists = LongStrings(answer)
-        fields = msgspec.json.decode(long_lists.rest, type=dict[str, Any])
+        fields = decode_json(long_lists.rest, dict[str, Any])
         tokens = fields.get("tokens")
         tokens = long_lists.ids(fields.get("token_ids") if tokens is None else tokens)
         if not tokens:
             raise ValueError("the answer has no tokens")
         if isinstance(tokens, array):
             return tokens
-        return array("I", msgspec.convert(tokens, list[int]))
+        return array("I", convert(tokens, list[int]))
     except (OverflowError, BadRequestError) as error:
         raise ValueError("the answer has something that is not a token") from error
