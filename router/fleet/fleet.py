@@ -131,7 +131,6 @@ class Fleet:
             self.sessions.note(session, replica.serial, now_s)
         self.started += 1
         self._recent.note(decision.picked.cost.busy_s, now_s)
-        replica.recent.note(decision.picked.cost.busy_s, now_s)
         return Ticket(
             decision,
             now_s,

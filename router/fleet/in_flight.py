@@ -138,7 +138,7 @@ class Ticket:
         replica.waiting += 1
         replica.fetching += 1
         replica.started += 1
-        replica.note_work(self._cost.busy_s)
+        replica.note_work(self._cost.busy_s, now_s)
         self._number = replica.started
         self._unanswered = unanswered
         unanswered.add(self)

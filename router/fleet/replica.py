@@ -339,8 +339,9 @@ class Replica:
         )
         self.queue.set_answer_s(self._answer_s)
 
-    def note_work(self, busy_s: float) -> None:
+    def note_work(self, busy_s: float, now_s: float) -> None:
         """Note the predicted work of the request that was just sent there."""
+        self.recent.note(busy_s, now_s)
         self.work_s += (busy_s - self.work_s) / min(self.started, self.weights.recent_requests)
 
     def note_load(self, running: int, waiting: int, now_s: float) -> None:
