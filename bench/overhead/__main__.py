@@ -21,7 +21,6 @@ answers every request with 429: what refusing costs, compared with `ours-text`.
 
 import argparse
 import os
-import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -29,15 +28,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from bench.command import positive, write_report
+from bench.command import positive, shown_command, write_report
 from bench.overhead import contenders
-from bench.overhead.cases import DEFAULT, Case, cases
+from bench.overhead.cases import DEFAULT, MODEL_DIRECTORY, Case, cases
 from bench.overhead.report import as_json, case_figures, table
 from bench.overhead.rounds import Results, prepare, run_round
 from bench.replica.model import make_model
 from bench.ttft import BenchError, machine
 
-_MODEL: Final = Path.home() / ".cache" / "warmroute-overhead" / "model"
 _EVENTS: Final = 200
 _BUSY_SHARE: Final = 0.3
 """Load average a core, before anything is started, from which on latencies are others' too."""
@@ -60,7 +58,7 @@ def chosen_cases(arguments: argparse.Namespace) -> list[Case]:
     ]
 
 
-def run(arguments: argparse.Namespace, command: Sequence[str]) -> None:
+def run(arguments: argparse.Namespace, command: str) -> None:
     """Measure, print the tables, write the report; raise `BenchError`."""
     wanted = chosen_cases(arguments)
     load_average = _load_average()
@@ -70,7 +68,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> None:
     for name, why in results.why_not.items():
         print(f"{name} was left out: {why}")
     if arguments.json:
-        head = {"command": shlex.join(command), "load_average": load_average}
+        head = {"command": command, "load_average": load_average}
         write_report(arguments.json, head | report(arguments, results, wanted))
 
 
@@ -87,7 +85,7 @@ def measured(arguments: argparse.Namespace, wanted: Sequence[Case]) -> Results:
     known = contenders.contenders(contenders.PeersPython(arguments.peers_python))
     wanted_contenders = {name: known[name] for name in arguments.contender}
     telling = any(each.needs_events for each in wanted_contenders.values())
-    tokenizer = arguments.tokenizer or make_model(_MODEL)
+    tokenizer = arguments.tokenizer or make_model(MODEL_DIRECTORY)
     results = Results()
     with tempfile.TemporaryDirectory() as made:
         print("making the prompts", file=sys.stderr)
@@ -174,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the tables, write the report; return the exit code."""
     given = sys.argv[1:] if argv is None else argv
     try:
-        run(_arguments(argv), ["python", "-m", "bench.overhead", *given])
+        run(_arguments(argv), shown_command("bench.overhead", given))
     except BenchError as error:
         print(f"bench.overhead: {error}", file=sys.stderr)
         return 1

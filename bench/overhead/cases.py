@@ -123,6 +123,7 @@ DEFAULT: Final = (
 
 
 MODEL: Final = "small"
+MODEL_DIRECTORY: Final = Path.home() / ".cache" / "warmroute-overhead" / "model"
 PATH: Final = "/v1/chat/completions"
 
 Sequences = list[list[bytes]]

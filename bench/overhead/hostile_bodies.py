@@ -42,7 +42,15 @@ import xxhash
 from aiohttp import web
 
 from bench.command import origin, positive, work_directory, write_report
-from bench.overhead.cases import MODEL, PATH, SHORT_TOKENS, Case, library_lines, sequences
+from bench.overhead.cases import (
+    MODEL,
+    MODEL_DIRECTORY,
+    PATH,
+    SHORT_TOKENS,
+    Case,
+    library_lines,
+    sequences,
+)
 from bench.overhead.contenders import fetch
 from bench.overhead.fake_replicas import (
     HOST,
@@ -65,7 +73,6 @@ from router.cli import serve
 from router.cli.commands import main as warmroute
 from simulator.kv_event_publisher import KvEventPublisher
 
-_MODEL: Final = Path.home() / ".cache" / "warmroute-overhead" / "model"
 _MIB: Final = 1 << 20
 _TICK_S: Final = 0.001
 _KEPT_PARTS: Final = 4
@@ -465,7 +472,7 @@ async def _measure_all(options: argparse.Namespace) -> list[Row]:
     made = sequences(_WORDS, library_lines(), random.Random(0))
     bodies = [each for sequence in made for each in sequence]
     rows = []
-    model, context = make_model(_MODEL), options.context
+    model, context = make_model(MODEL_DIRECTORY), options.context
     with work_directory(None) as made_in, running(model, bodies, made_in, context) as router:
         ordinary = Ordinary(router.url, bodies, options.per_s)
         await ordinary.during(asyncio.ensure_future(asyncio.sleep(1.0)))

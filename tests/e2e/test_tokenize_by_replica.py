@@ -16,6 +16,7 @@ from tests.e2e.serving import BLOCK_TOKENS, MODEL, Replica, replica_on_free_port
 from tests.e2e.test_tokenize_exact import CALL, TOOLS
 from tests.router.agent_server import until
 from tests.router.conftest import Running, run_router
+from tests.router.prompt.helpers import limit_questions
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -39,8 +40,7 @@ def replica(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 @pytest.fixture
 async def router(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Running]:
     """A router in this process, so that a slow machine can be waited for."""
-    for name in ("_LEAST_S", "_MOST_S"):
-        monkeypatch.setattr(f"router.prompt.replica_tokenizer.{name}", 60.0)
+    limit_questions(monkeypatch, 60.0)
     entry = ReplicaConfig(url=replica.url, agent_url=replica.agent_url, instance_id="own")
     async with AsyncExitStack() as stack:
         running = await run_router(stack, RouterConfig(port=0, replicas=(entry,)))

@@ -16,7 +16,7 @@ from router.record.records import Outcome
 from tests.router.conftest import Fleet, Running
 from tests.router.gateway.conftest import Gateway, gateway  # noqa: F401  (a fixture)
 from tests.router.prompt.chat_shapes import TEMPLATES
-from tests.router.prompt.helpers import LONG
+from tests.router.prompt.helpers import LONG, limit_questions
 from tests.router.prompt.tokenizer_makers import llama3, write_model
 from tests.router.scripted import CHAT_ANSWER, Act, Scripted, json_answer
 
@@ -59,12 +59,7 @@ class Rendering:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow machine changes nothing; the test of a replica that hangs is not patient."""
-    set_limit(monkeypatch, 30.0)
-
-
-def set_limit(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    for name in ("_LEAST_S", "_MOST_S"):
-        monkeypatch.setattr(f"router.prompt.replica_tokenizer.{name}", seconds)
+    limit_questions(monkeypatch, 30.0)
 
 
 @pytest.fixture
@@ -147,7 +142,7 @@ async def test_a_replica_that_does_not_tell_delays_nothing_for_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Requests are answered all the same, and matched by text."""
-    set_limit(monkeypatch, 0.1)
+    limit_questions(monkeypatch, 0.1)
     rendering.serve(fleet.one, fleet.two)
     router = await fleet.router()
     rendering.hangs = True

@@ -27,6 +27,7 @@ from simulator.model.replica_machine import Shape
 from tests.router.agent_server import until
 from tests.router.conftest import Running, run_router
 from tests.router.doctor.replicas import examined, found
+from tests.router.prompt.helpers import limit_questions
 
 ROOT = Path(__file__).parents[2]
 SECRET = "known-to-this-fleet-alone"
@@ -71,12 +72,16 @@ class Apart:
     cache: Path
     stack: AsyncExitStack
 
-    async def router(self, **tokenizer: Any) -> Running:
+    @property
+    def entries(self) -> list[dict[str, str]]:
+        """The replicas as the configuration names them."""
         names = ("url", "agent_url", "instance_id")
-        replicas = [{name: each[name] for name in names} for each in self.where["replicas"]]
+        return [{name: each[name] for name in names} for each in self.where["replicas"]]
+
+    async def router(self, **tokenizer: Any) -> Running:
         config = RouterConfig(
             port=0,
-            replicas=tuple(ReplicaConfig(**each) for each in replicas),
+            replicas=tuple(ReplicaConfig(**each) for each in self.entries),
             tokenizer=TokenizerConfig(cache_directory=str(self.cache), **tokenizer),
             timeouts=TimeoutsConfig(health_interval_s=0.05, drain_s=60.0),
         )
@@ -176,11 +181,9 @@ async def test_a_tokenizer_that_is_withheld_is_a_fault_everywhere(
     assert "no tokenizer files" in body["tokens"]["sim"], "why the agent did not send it"
     assert await metric(router, client, 'warmroute_tokens_exact{model="sim"} 0.0')
     await until(lambda: caplog.text.count("model 'sim': its tokenizer is missing") >= 2)
-    names = ("url", "agent_url", "instance_id")
-    entries = [{name: each[name] for name in names} for each in apart.where["replicas"]]
     port = int(router.url.rpartition(":")[2])
     settings = {"cache_directory": str(apart.cache), "ask_replicas": False}
-    report = await examined(*entries, port=port, tokenizer=settings)
+    report = await examined(*apart.entries, port=port, tokenizer=settings)
     problems = found(report)
     assert "its tokenizer is missing" in problems["sim1", "tokenizer"]
     assert "the running router: model 'sim'" in problems["the router", "running"]
@@ -196,8 +199,7 @@ async def test_replicas_tokenize_for_a_router_without_the_tokenizer(
     caplog.set_level(logging.INFO)
     monkeypatch.setattr("router.faults._EVERY_S", 0.0)
     monkeypatch.setattr("router.prompt.replica_tokenizer._LEAST_CHARS", 0)
-    for name in ("_LEAST_S", "_MOST_S"):
-        monkeypatch.setattr(f"router.prompt.replica_tokenizer.{name}", 30.0)
+    limit_questions(monkeypatch, 30.0)
     for path in apart.tokenizer.iterdir():
         path.unlink()
     router = await apart.router()
@@ -218,18 +220,14 @@ async def test_replicas_tokenize_for_a_router_without_the_tokenizer(
     assert await metric(router, client, f'{results}{{result="answered"}} 4.0')
     assert await metric(router, client, "warmroute_replica_tokenize_seconds_count 4.0")
     await until(lambda: "model 'sim': its tokenizer is missing" in caplog.text)
-    names = ("url", "agent_url", "instance_id")
-    entries = [{name: each[name] for name in names} for each in apart.where["replicas"]]
-    report = await examined(*entries, tokenizer={"cache_directory": str(apart.cache)})
+    report = await examined(*apart.entries, tokenizer={"cache_directory": str(apart.cache)})
     assert found(report) == {}
     assert "are asked for the tokens" in found(report, Level.NOTE)["sim1", "tokenizer"]
 
 
 async def test_doctor_on_another_machine_compares_with_the_agents_tokenizer(apart: Apart) -> None:
-    names = ("url", "agent_url", "instance_id")
-    entries = [{name: each[name] for name in names} for each in apart.where["replicas"]]
     cache = {"cache_directory": str(apart.cache)}
-    report = await examined(*entries, probe=True, tokenizer=cache)
+    report = await examined(*apart.entries, probe=True, tokenizer=cache)
     assert found(report) == {}
     assert "texts and chats" in found(report, Level.OK)["sim2", "tokens"]
 

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
@@ -36,6 +37,12 @@ WORDS = sorted({word for line in TEXT for word in line.split()})
 
 # No two stretches of it are alike.
 LONG = " ".join(random.Random(7).choices(WORDS, k=2000))
+
+
+def limit_questions(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Set how long the answer to any question for tokens may take."""
+    for name in ("_LEAST_S", "_MOST_S"):
+        monkeypatch.setattr(f"router.prompt.replica_tokenizer.{name}", seconds)
 
 
 class Replica:

@@ -16,9 +16,8 @@ from router.prompt.prompt import Prompt
 from router.prompt.prompt_reader import PromptReader
 from router.prompt.prompt_source import PromptSource, ServedModel
 from router.proxy.upstream import client_session
-from tests.router.prompt.chat_shapes import TEMPLATES, USER
+from tests.router.prompt.chat_shapes import USER
 from tests.router.prompt.helpers import Replica
-from tests.router.prompt.tokenizer_makers import llama3, write_model
 
 CHAT = "/v1/chat/completions"
 PROBES = 18
@@ -44,17 +43,6 @@ class Fleet:
 
 
 Start = Callable[[Path], Any]
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return write_model(tmp_path / "model", llama3(), TEMPLATES["parts"])
-
-
-@pytest.fixture
-def other(tmp_path: Path) -> Path:
-    """The same tokenizer, and another chat template."""
-    return write_model(tmp_path / "other", llama3(), TEMPLATES["chatml"])
 
 
 @pytest.fixture

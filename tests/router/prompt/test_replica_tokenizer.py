@@ -20,6 +20,7 @@ from router.prompt.replica_tokenizer import (
 from router.prompt.token_cache import Memo
 from router.proxy.upstream import client_session
 from tests.router.conftest import Wait
+from tests.router.prompt.helpers import limit_questions
 from tests.router.scripted import Act, Scripted, cut_before_headers, json_answer, scripted
 
 TOKENS = [3, 1, 4, 1, 5]
@@ -60,18 +61,7 @@ class Asker:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow machine changes nothing; a test of replicas that hang is not patient."""
-    set_limit(monkeypatch, 30.0)
-
-
-def set_limit(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    for name in ("_LEAST_S", "_MOST_S"):
-        monkeypatch.setattr(f"router.prompt.replica_tokenizer.{name}", seconds)
-
-
-@pytest.fixture
-async def stack() -> AsyncIterator[AsyncExitStack]:
-    async with AsyncExitStack() as stack:
-        yield stack
+    limit_questions(monkeypatch, 30.0)
 
 
 @pytest.fixture
@@ -185,12 +175,12 @@ async def test_few_questions_are_under_way_at_a_time(
 async def test_questions_that_fail_together_count_as_one_failure(
     asker: Asker, one: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_limit(monkeypatch, 0.1)
+    limit_questions(monkeypatch, 0.1)
     one.will(hang)
     assert await asyncio.gather(*(asker.ask(str(at)) for at in range(10))) == [None] * 10
     assert asker.counts == {Told.LATE: 10}
     assert asker.asker.answers(one.url)
-    set_limit(monkeypatch, 30.0)
+    limit_questions(monkeypatch, 30.0)
     one.will(ANSWER)
     asker.now_s += 5.0
     assert await asker.ask("after the shortest pause") == TOKENS
@@ -200,7 +190,7 @@ async def test_a_replica_that_hangs_is_left_alone(
     asker: Asker, one: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The prompts meanwhile are not delayed; after a pause one of them finds out."""
-    set_limit(monkeypatch, 0.1)
+    limit_questions(monkeypatch, 0.1)
     one.will(hang)
     assert await asker.ask("first") is None
     assert asker.asker.answers(one.url), "one failure says little"
@@ -216,7 +206,7 @@ async def test_a_replica_that_hangs_is_left_alone(
     asker.now_s += 1.0
     assert await asker.ask("fifth") is None
     assert len(one.seen) == 3 and not asker.asker.answers(one.url)
-    set_limit(monkeypatch, 30.0)
+    limit_questions(monkeypatch, 30.0)
     one.will(ANSWER)
     asker.now_s += 20.0
     assert await asker.ask("fifth") == TOKENS

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -121,17 +120,6 @@ async def test_without_a_home_the_directory_for_temporary_files_is_used(
 
 
 # --- what readers are made of
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return write_model(tmp_path / "model", llama3(), TEMPLATES["parts"])
-
-
-@pytest.fixture
-async def stack() -> AsyncIterator[AsyncExitStack]:
-    async with AsyncExitStack() as stack:
-        yield stack
 
 
 class Router:

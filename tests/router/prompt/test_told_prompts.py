@@ -3,7 +3,6 @@
 import json
 import shutil
 import sys
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,7 @@ from router.prompt.prompt_source import PromptSource, ServedModel
 from router.prompt.replica_tokenizer import TokenizingReplica
 from router.prompt.request_body import LARGE_BODY_BYTES
 from router.proxy.upstream import client_session
-from tests.router.prompt.chat_shapes import TEMPLATES
-from tests.router.prompt.helpers import LONG, Replica, image
-from tests.router.prompt.tokenizer_makers import llama3, write_model
+from tests.router.prompt.helpers import LONG, Replica, image, limit_questions
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": LONG}]
@@ -49,29 +46,12 @@ class Router:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow machine changes nothing."""
-    for name in ("_LEAST_S", "_MOST_S"):
-        monkeypatch.setattr(f"router.prompt.replica_tokenizer.{name}", 30.0)
-
-
-@pytest.fixture
-async def stack() -> AsyncIterator[AsyncExitStack]:
-    async with AsyncExitStack() as stack:
-        yield stack
+    limit_questions(monkeypatch, 30.0)
 
 
 @pytest.fixture
 async def router(stack: AsyncExitStack) -> Router:
     return Router(await stack.enter_async_context(client_session()))
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return write_model(tmp_path / "model", llama3(), TEMPLATES["parts"])
-
-
-@pytest.fixture
-def other(tmp_path: Path) -> Path:
-    return write_model(tmp_path / "other", llama3(), TEMPLATES["chatml"])
 
 
 async def started(stack: AsyncExitStack, path: Path) -> Replica:
