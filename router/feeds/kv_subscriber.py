@@ -9,7 +9,8 @@ A lost connection ends `follow`; the caller starts again.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+import itertools
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Final, Protocol, cast
@@ -41,6 +42,7 @@ _END_OF_REPLAY: Final = b"\xff" * _NUMBER_BYTES
 _MOST: Final = (1 << 63) - 1
 _HEARTBEAT_MS: Final = 5_000
 _DEAD_AFTER_MS: Final = 15_000
+_MONITORS: Final = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,19 +100,15 @@ class KvSubscriber:
         """
         # Not asyncio's: the loop would be woken for each message.
         with contextlib.closing(zmq.Context(self._context).socket(zmq.SUB)) as socket:
-            address = f"inproc://monitor-{id(socket)}"
-            socket.monitor(address, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-            monitor = self._context.socket(zmq.PAIR)
             try:
-                monitor.connect(address)
-                socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
-                socket.subscribe(self._endpoints.topic)
-                _connect(socket, self._endpoints.events)
-                await _monitored(monitor, zmq.EVENT_HANDSHAKE_SUCCEEDED)
-                await until_first(self._follow(socket), _monitored(monitor, zmq.EVENT_DISCONNECTED))
+                with monitoring(socket, self._context) as monitor:
+                    socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
+                    socket.subscribe(self._endpoints.topic)
+                    _connect(socket, self._endpoints.events)
+                    await _monitored(monitor, zmq.EVENT_HANDSHAKE_SUCCEEDED)
+                    lost = _monitored(monitor, zmq.EVENT_DISCONNECTED)
+                    await until_first(self._follow(socket), lost)
             finally:
-                socket.disable_monitor()
-                monitor.close(linger=0)
                 self._sink.forget()
 
     async def _follow(self, socket: zmq.SyncSocket) -> None:
@@ -229,6 +227,24 @@ def _number(frame: bytes) -> int:
     if len(frame) != _NUMBER_BYTES or number > _MOST:
         raise KvEventFormatError(f"0x{frame.hex()[:40]} is no message's number")
     return number
+
+
+@contextlib.contextmanager
+def monitoring(
+    socket: zmq.SyncSocket, context: zmq.asyncio.Context
+) -> Iterator[zmq.asyncio.Socket]:
+    """Give a socket that tells when ``socket`` is connected, and when no longer."""
+    # A name of its own each time: ZMQ's thread frees the name of a closed socket later, and the
+    # next socket may have its id.
+    address = f"inproc://monitor-{next(_MONITORS)}"
+    socket.monitor(address, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+    monitor = context.socket(zmq.PAIR)
+    try:
+        monitor.connect(address)
+        yield monitor
+    finally:
+        socket.disable_monitor()
+        monitor.close(linger=0)
 
 
 async def _monitored(monitor: zmq.asyncio.Socket, wanted: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 import zmq.asyncio
 
 from router.feeds.kv_receiver import KvReceiver
-from router.feeds.kv_subscriber import KvEndpoints, KvSubscriber
+from router.feeds.kv_subscriber import KvEndpoints, KvSubscriber, monitoring
 from router.index.kv_events import BlocksStored, KvBatch, KvEventFormatError, KvEventReader
 from tests.router.feeds.kv_publisher import KvPublisher, payload, publisher, stored
 
@@ -85,6 +85,16 @@ async def test_what_was_published_before_is_replayed(context: zmq.asyncio.Contex
             await source.publish(stored([3]))
             await sink.until(lambda heard: 3 in heard)
         assert sink.heard == [1, 2, "following", 3, "forget"]
+
+
+async def test_a_closed_sockets_monitor_is_not_in_the_way(receiver: KvReceiver) -> None:
+    """ZMQ's own thread closes it, some time later."""
+    for _ in range(300):
+        with (
+            contextlib.closing(zmq.Context(receiver.context).socket(zmq.SUB)) as socket,
+            monitoring(socket, receiver.context),
+        ):
+            pass
 
 
 async def test_a_gap_is_repaired_in_order(context: zmq.asyncio.Context) -> None:
