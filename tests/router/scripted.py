@@ -4,11 +4,13 @@ import asyncio
 import json
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 from aiohttp import web
 from multidict import CIMultiDict
+
+from warmroute_common.tasks import end_all
 
 Act = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -124,6 +126,38 @@ async def scripted(*, port: int = 0) -> AsyncIterator[Scripted]:
         yield upstream
     finally:
         await runner.cleanup()
+
+
+@asynccontextmanager
+async def raw_server(
+    answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+) -> AsyncIterator[str]:
+    """Answer each connection once, by its bytes, then close it; yield the URL.
+
+    At the end all connections are closed, also those whose answers are not: a connection that
+    outlives its event loop fails whichever test runs when it is collected.
+    """
+    answering: set[asyncio.Task[None]] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        answering.add(task)
+        try:
+            with suppress(asyncio.IncompleteReadError, ConnectionError):
+                await answer(reader, writer)
+        finally:
+            writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
+            answering.discard(task)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=2 << 20)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+        await end_all(list(answering))
 
 
 def json_answer(value: object, *, status: int = 200, **headers: str) -> Act:

@@ -8,6 +8,7 @@ import pytest
 
 from router.config.settings import ReplicaConfig, TimeoutsConfig
 from tests.router.conftest import Fleet, Wait
+from tests.router.scripted import raw_server
 
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 
@@ -96,33 +97,29 @@ async def test_the_port_is_open_while_a_replica_is_asked_for_the_first_time(
         await reader.readuntil(b"\r\n\r\n")
         await gate.wait()
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-        writer.close()
 
-    server = await asyncio.start_server(slowly, "127.0.0.1", 0)
-    slow = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    router = await fleet.router(
-        replicas=(
-            ReplicaConfig(url=slow, instance_id="slow"),
-            ReplicaConfig(url=fleet.one.url, instance_id="live"),
-        ),
-        timeouts=TimeoutsConfig(health_timeout_s=60.0, health_interval_s=60.0),
-    )
+    async with raw_server(slowly) as slow:
+        router = await fleet.router(
+            replicas=(
+                ReplicaConfig(url=slow, instance_id="slow"),
+                ReplicaConfig(url=fleet.one.url, instance_id="live"),
+            ),
+            timeouts=TimeoutsConfig(health_timeout_s=60.0, health_interval_s=60.0),
+        )
 
-    async def health() -> tuple[str, str]:
-        async with client.get(f"{router.url}/health") as response:
-            assert response.status == 200
-            answer = await response.json()
-        return answer["first_probes"], answer["replicas"]["slow"]["state"]
+        async def health() -> tuple[str, str]:
+            async with client.get(f"{router.url}/health") as response:
+                assert response.status == 200
+                answer = await response.json()
+            return answer["first_probes"], answer["replicas"]["slow"]["state"]
 
-    assert await health() == ("under way", "unknown")
-    async with client.post(f"{router.url}/v1/chat/completions", json=ASK) as response:
-        assert response.headers["x-warmroute-replica"] == "live"
-    gate.set()
-    slow_replica = router.parts.fleet.replicas["slow"]
-    await eventually(lambda: slow_replica.state == "up")
-    assert await health() == ("done", "up")
-    server.close()
-    await server.wait_closed()
+        assert await health() == ("under way", "unknown")
+        async with client.post(f"{router.url}/v1/chat/completions", json=ASK) as response:
+            assert response.headers["x-warmroute-replica"] == "live"
+        gate.set()
+        slow_replica = router.parts.fleet.replicas["slow"]
+        await eventually(lambda: slow_replica.state == "up")
+        assert await health() == ("done", "up")
 
 
 async def test_metrics_count_what_has_happened(fleet: Fleet, client: aiohttp.ClientSession) -> None:

@@ -22,7 +22,7 @@ from router.prompt.tokenizer_store import TokenizerAgent
 from router.proxy.upstream import client_session
 from router.record.records import Cause
 from tests.router.conftest import Wait
-from tests.router.scripted import scripted
+from tests.router.scripted import raw_server, scripted
 
 
 @dataclass
@@ -334,11 +334,11 @@ async def test_silence_is_believed_only_after_a_while(
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
         else:
             await reader.read()
-        writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    async with monitoring(session, url, heard, health_interval_s=0.01, health_timeout_s=0.05):
+    async with (
+        raw_server(serve) as url,
+        monitoring(session, url, heard, health_interval_s=0.01, health_timeout_s=0.05),
+    ):
         assert heard.states == ["r up"]
         stuck.set()
         asked = 0
@@ -346,8 +346,6 @@ async def test_silence_is_believed_only_after_a_while(
         assert asked >= 3
     assert heard.states[1] == "r down"
     assert "is down: /health does not answer within 0.05 s" in caplog.text
-    server.close()
-    await server.wait_closed()
 
 
 async def test_a_probe_that_fails_unforeseen_is_not_the_last(
