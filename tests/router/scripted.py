@@ -144,7 +144,7 @@ async def raw_server(
         assert task is not None
         answering.add(task)
         try:
-            with suppress(asyncio.IncompleteReadError, ConnectionError):
+            with suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
                 await answer(reader, writer)
         finally:
             writer.close()

@@ -113,6 +113,8 @@ async def test_the_port_is_open_while_a_replica_is_asked_for_the_first_time(
                 answer = await response.json()
             return answer["first_probes"], answer["replicas"]["slow"]["state"]
 
+        live_replica = router.parts.fleet.replicas["live"]
+        await eventually(lambda: live_replica.state == "up")
         assert await health() == ("under way", "unknown")
         async with client.post(f"{router.url}/v1/chat/completions", json=ASK) as response:
             assert response.headers["x-warmroute-replica"] == "live"
