@@ -15,9 +15,10 @@ from router.config.settings import (
 from router.fleet.decision import Decision
 from router.fleet.fleet import Fleet
 from router.index.prompt_keys import PromptKeyCache
-from router.scheduling.admission import AdmissionQueue, Admitted, WaitingRequest
+from router.scheduling.admission import AdmissionQueue, Admitted
 from router.scheduling.request_scheduler import PlacementRequest, RequestScheduler
 from router.scheduling.scorer import ReservedWork
+from router.scheduling.waiting_queue import WaitingRequest
 from tests.router.fleet.helpers import info
 from tests.router.prompt.prompts_given import GivenPrompt, tokens
 from warmroute_common.agent_protocol import InstanceInfo, TierInfo

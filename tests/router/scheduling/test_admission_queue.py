@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from router.fleet.cost_model import CostPart
 from router.fleet.fleet import Fleet
 from router.index.prompt_keys import PromptKeyCache
-from router.scheduling.admission import WaitingRequest
 from router.scheduling.request_scheduler import PlacementRequest
+from router.scheduling.waiting_queue import WaitingRequest
 from tests.router.fleet.helpers import chunks, info
 from tests.router.prompt.prompts_given import text, tokens
 from tests.router.scheduling.helpers import Driver, make_learned_fleet

@@ -9,8 +9,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from router.fleet.replica import Replica
 from router.index.prompt_keys import PromptKeyCache
-from router.scheduling.admission import WaitingQueue, WaitingRequest
 from router.scheduling.request_scheduler import PlacementRequest
+from router.scheduling.waiting_queue import WaitingQueue, WaitingRequest
 from tests.router.fleet.helpers import candidate
 from tests.router.scheduling.helpers import make_learned_fleet
 
