@@ -87,6 +87,8 @@ ABLATED: Final = (
     ("agents", 0.95, 1.0),
     ("conversation", 0.95, 1.0),
     ("rounds", 0.8, 0.2),
+    ("mixture", 0.95, 1.0),
+    ("burst", 0.8, 1.0),
 )
 """Workload, load and RAM of the ablations: each where its fleet is busy."""
 WITH_SESSIONS: Final = ("vllm-kv-aware-sessions", "vllm-cache-aware-tuned")

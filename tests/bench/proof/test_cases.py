@@ -65,7 +65,7 @@ def test_two_peers_that_the_driver_has_lead_each_workload_wherever_it_is_compare
 def test_ablations_have_ours_and_every_mechanism_and_nothing_else() -> None:
     ablated = [(each.workload, each.load, each.ram) for each in CASES if each.set == "ablations"]
     assert ablated == [*ABLATED]
-    assert {*TRACED, "rounds"} == {workload for workload, *_ in ablated}
+    assert {*TRACED, "rounds", "mixture", "burst"} == {workload for workload, *_ in ablated}
     for each in CASES:
         if each.set == "ablations":
             assert each.contenders[0] == "ours"
