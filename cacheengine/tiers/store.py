@@ -84,6 +84,15 @@ class BlobStore(ABC):
     def remove(self, names: Sequence[str]) -> None:
         """Remove blobs. Names that the server does not hold are ignored."""
 
+    def remove_all(self, prefix: str) -> int:
+        """Remove all blobs whose names begin like this, whoever stored them; return how many.
+
+        `StoreError`: some may be left. Stores that cannot list their blobs always raise it.
+        """
+        raise StoreError(
+            "cannot list its chunks, so only those that this replica knows are removed"
+        )
+
     @abstractmethod
     def close(self) -> None:
         """Close all connections. Calls that are running fail. Idempotent."""

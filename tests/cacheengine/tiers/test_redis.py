@@ -114,6 +114,20 @@ def test_a_blob_larger_than_its_target_tells_its_size_and_harms_no_other(
     assert _get(store, "small", 1000) == (1000, small)
 
 
+def test_all_with_a_prefix_are_removed(server: RedisProcess, open_store: OpenStore) -> None:
+    """More than one portion, and names that others chose."""
+    store = open_store(server.url)
+    others = ["two:1", "one", "two:one:1"]
+    for start in range(0, 5000, 500):
+        names = [f"one:{number}" for number in range(start, start + 500)]
+        assert all(store.put_many([Blob(name, [b"1"]) for name in names]))
+    for name in others:
+        store.put_many([Blob(name, [b"1"])])
+    assert store.remove_all("one:") == 5000
+    assert store.exists([*others, "one:7"]) == [True, True, True, False]
+    assert store.remove_all("one:") == 0
+
+
 def test_find_and_remove_take_any_number_of_names(
     server: RedisProcess, open_store: OpenStore
 ) -> None:
