@@ -26,6 +26,7 @@ from cacheengine.tiers.chunk_file import ChunkFile, why_not_direct
 from cacheengine.tiers.disk_space import (
     DIRECTORY_MODE,
     FILE_MODE,
+    DirectoryInUseError,
     DiskSpace,
     OtherLayouts,
     is_unmounted,
@@ -50,8 +51,8 @@ class DiskTier(LocalTier):
 
     Locks these directories while it lives: two owners would remove each other's unfinished files
     and exceed the size limit. Raises `disk_space.DirectoryInUseError` when another process holds
-    a lock for ``lock_wait_s`` (long enough for a predecessor to exit), and OSError when a
-    directory cannot be created or written.
+    a lock for ``lock_wait_s`` (long enough for a predecessor to exit), and OSError when none of
+    the directories can be created or written. With a warning it does without some of them.
 
     ``capacity_bytes`` is the limit of all paths together. With ``direct``, files that are not in
     the page cache are read past it where that works. With ``direct_writes``, all files are
@@ -77,17 +78,26 @@ class DiskTier(LocalTier):
         self.batch_chunks = max(1, min(_BATCH_CHUNKS, _BATCH_BYTES // payload_bytes))
         self._space = DiskSpace(capacity_bytes, file.file_bytes)
         self._paths: list[DiskPath] = []
-        try:
-            for root in dict.fromkeys(each.resolve() for each in roots):
+        failed: dict[Path, OSError] = {}
+        for root in dict.fromkeys(each.resolve() for each in roots):
+            try:
                 path = DiskPath(root, fingerprint, file, self._space, lock_wait_s=lock_wait_s)
-                self._paths.append(path)
-                path.reads_direct = direct and _can_be_direct(path.directory, file, reads=True)
-                path.writes_direct = direct_writes and _can_be_direct(
-                    path.directory, file, reads=False
-                )
-        except OSError:
-            self.close()
-            raise
+            except DirectoryInUseError:
+                self.close()
+                raise
+            except OSError as error:
+                failed[root] = error
+                continue
+            self._paths.append(path)
+            path.reads_direct = direct and _can_be_direct(path.directory, file, reads=True)
+            path.writes_direct = direct_writes and _can_be_direct(path.directory, file, reads=False)
+        for root, error in failed.items():
+            if not self._paths:
+                raise error
+            logger.warning(
+                "disk tier: cannot use local_disk %s, and does without it until the next start: %s",
+                *(root, error),
+            )
         self._seeds = [
             xxhash.xxh3_64_intdigest(str(path.directory.parent).encode()) for path in self._paths
         ]
@@ -239,19 +249,31 @@ class DiskPath:
         return f"{self._prefix}{name[:2]}/{name}{_SUFFIX}"
 
     def scan(self) -> Iterator[StoredFile]:
-        """Yield the complete files; remove unfinished ones and files of another size."""
-        for subdirectory in os.scandir(self.directory):
+        """Yield the complete files; remove unfinished ones and files of another size.
+
+        What cannot be listed is left where it is, with a warning.
+        """
+        for subdirectory in self._listed(str(self.directory)):
             if subdirectory.is_dir(follow_symlinks=False) and len(subdirectory.name) == 2:
-                for entry in os.scandir(subdirectory.path):
-                    found = self._examine(entry)
-                    if found is not None:
-                        yield found
+                yield from filter(None, map(self._examine, self._listed(subdirectory.path)))
+
+    def _listed(self, directory: str) -> "list[os.DirEntry[str]]":
+        try:
+            with os.scandir(directory) as entries:
+                return [*entries]
+        except OSError as error:
+            self._report("list", error)
+            return []
 
     def _examine(self, entry: "os.DirEntry[str]") -> StoredFile | None:
         name = _NAME.fullmatch(entry.name)
         if name is None:
             return None
-        stat = entry.stat(follow_symlinks=False)
+        try:
+            stat = entry.stat(follow_symlinks=False)
+        except OSError as error:
+            self._report("list", error)
+            return None
         # The writer of an unfinished file is gone: we hold the directory's lock.
         if name["unfinished"] or stat.st_size != self._file.file_bytes:
             self._space.remove_leftover(entry.path, stat.st_size)
