@@ -55,6 +55,8 @@ _REMOTE_WRITE_THREADS: Final = 2
 _DELETE_BATCH: Final = 64
 _QUESTIONS_PER_CALL: Final = 4096
 _END_S: Final = 5.0
+_SAVE_S: Final = 300.0
+"""How often the order of a local tier's chunks is kept, while chunks are written."""
 
 
 class JobRunner(Protocol):
@@ -162,6 +164,7 @@ class TierIo:
         """False: puts not begun yet are dropped."""
         self._being_read = 0
         self._being_written = 0
+        self._save_at_s = clock() + _SAVE_S
         self._read_meter = BandwidthMeter()
         self._write_meter = BandwidthMeter()
         self._readers = make_threads(f"kv-get-{self.name}", self._read_threads)
@@ -292,7 +295,24 @@ class TierIo:
             self._write_meter.stop(now_s, outcomes.count(PutOutcome.STORED) * self._pool.slot_bytes)
             self._being_written -= len(entries)
             decider.cascades[self.name].end(entries, outcomes, now_s)
+            must_save = now_s >= self._save_at_s
+            if must_save:
+                self._save_at_s = now_s + _SAVE_S
+        if must_save:
+            self.save_order(is_final=False)
         return is_more
+
+    def save_order(self, *, is_final: bool) -> None:
+        """Have a local tier keep the order of its chunks for the next start."""
+        if not isinstance(self._tier, LocalTier) or not isinstance(self.index, LocalIndex):
+            return
+        with self._lock:
+            # Chunks that were cleared and are not deleted yet must not be there after a restart.
+            keys = self.index.keys() if is_final else self.index.order()
+        try:
+            self._tier.save(keys, is_final=is_final)
+        except Exception:
+            logger.exception("%s tier: its index was not written", self.name)
 
     def _delete(self, keys: Sequence[bytes]) -> None:
         """Delete chunks, then note that they are gone. On a writer thread."""
@@ -445,6 +465,8 @@ class TierStack:
             # Before its threads end: calls that wait for its server fail now.
             self.remote.close()
         ended = self._join(TierIo.join, _END_S)
+        if ended:
+            self.io[0].save_order(is_final=True)
         self.local.close()
         return ended
 

@@ -8,8 +8,10 @@ Who calls what, and when (guaranteed by the engine):
 2. `Tier.put_many`, `Tier.get_many`, `Tier.delete` and `SharedTier.find` are called by the
    engine's I/O threads, several at once. They block. `SharedTier.purge` is called by any thread.
 3. At most one operation on a key of a tier runs at a time, except several gets, and `purge`.
-4. The memory of a chunk stays valid, and the bytes of a put do not change, until the call returns.
-5. `Tier.close` is called last. Other calls may still run; they fail.
+4. `LocalTier.save` is called by one of these threads, and at last by the thread that closes the
+   engine, when they have ended.
+5. The memory of a chunk stays valid, and the bytes of a put do not change, until the call returns.
+6. `Tier.close` is called last. Other calls may still run; they fail.
 
 What a tier guarantees:
 
@@ -102,9 +104,15 @@ class LocalTier(Tier):
 
     @abstractmethod
     def scan(self) -> list[bytes]:
-        """Return the keys left by an earlier process, least recently used first.
+        """Return the keys left by an earlier process, the next to leave first.
 
         Removes incomplete chunks.
+        """
+
+    def save(self, keys: Sequence[bytes], *, is_final: bool) -> None:
+        """Keep the order in which chunks leave, the next one first, for a later `scan`.
+
+        ``is_final``: no other call but `close` runs or follows. Blocks.
         """
 
 
