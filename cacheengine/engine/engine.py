@@ -184,7 +184,7 @@ class CacheEngine:
         # chunks of the prefix, whose first chunk is still more recent than all that follow it.
         for portion in reversed([*portions(keys)]):
             with self._lock as decider:
-                decider.touch(portion)
+                decider.touch(portion, self._clock())
 
     # --- stores ---
 

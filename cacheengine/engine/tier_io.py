@@ -367,7 +367,10 @@ class TierIo:
         for start in range(0, len(keys), PORTION):
             part = slice(start, start + PORTION)
             with self._lock as decider:
-                decider.promotions.answered(keys[part], found[part] or None, self._clock())
+                now_s = self._clock()
+                decider.promotions.answered(keys[part], found[part] or None, now_s)
+                assert isinstance(self.index, SharedIndex)
+                decider.cascades[self.name].put_again(self.index.take_lost(), now_s)
         is_more = True
         while is_more:
             with self._lock as decider:

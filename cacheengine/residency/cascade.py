@@ -95,6 +95,12 @@ class Cascade:
             if oldest is not None:
                 self._state.remove_if_unwanted(oldest, now_s)
 
+    def put_again(self, keys: Collection[bytes], now_s: float) -> None:
+        """Queue the puts of chunks that the tier has lost, as far as they are in the pool."""
+        self._state.emit(self._index.name, stored=False, keys=keys)
+        for entry in filter(None, map(self._state.pool.ready, keys)):
+            self.queue(entry, now_s)
+
     def retry(self, now_s: float) -> None:
         """Queue again puts that were dropped, a portion of them, of chunks still in the pool."""
         for _ in range(PORTION):

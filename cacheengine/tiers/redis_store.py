@@ -295,7 +295,7 @@ _NAMES_AT_ONCE: Final = 1024
 _EXPLAINED: Final = {
     "NOAUTH": "wants a password: write scheme://:password@host:port",
     "WRONGPASS": "does not accept the user and the password",
-    "NOPERM": "forbids it to this user: allow ping, set, get, exists, unlink, scan on warmroute:*",
+    "NOPERM": "forbids it to this user: allow ping, set, get, touch, unlink, scan on warmroute:*",
     "DENIED": "is in protected mode, and answers its own machine only",
     "MOVED": "is in a cluster, and another node has this chunk: write redis-cluster://host:port",
     "ASK": "is moving this chunk to another node of its cluster",
@@ -325,7 +325,10 @@ class RedisStore(BlobStore):
         self._pool = ConnectionPool(self._connect, server.connections, backoff or ServerBackoff())
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        """Send one EXISTS for each name: with several names it only returns their number."""
+        """Send one TOUCH for each name: with several names it only returns their number.
+
+        Unlike EXISTS it is a use, for a server that evicts by use.
+        """
         found: list[bool] = []
         for start in range(0, len(names), _NAMES_AT_ONCE):
             found += self._exists(names[start : start + _NAMES_AT_ONCE])
@@ -333,7 +336,7 @@ class RedisStore(BlobStore):
 
     def _exists(self, names: Sequence[str]) -> list[bool]:
         def talk(server: Conversation) -> list[bool]:
-            server.send([b"".join(command("EXISTS", name) for name in names)])
+            server.send([b"".join(command("TOUCH", name) for name in names)])
             return [bool(_granted(server.integer())) for _ in names]
 
         return self._call(0, talk)

@@ -62,7 +62,7 @@ class BlobStore(ABC):
 
     @abstractmethod
     def exists(self, names: Sequence[str]) -> list[bool]:
-        """Return for each name whether the server holds it now."""
+        """Return for each name whether the server holds it now. Where it evicts, this is a use."""
 
     @abstractmethod
     def get_many(self, targets: Sequence[ReadTarget]) -> list[int | None]:
