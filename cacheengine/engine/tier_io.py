@@ -54,7 +54,7 @@ _REMOTE_READ_THREADS: Final = 4
 _REMOTE_WRITE_THREADS: Final = 2
 _DELETE_BATCH: Final = 64
 _QUESTIONS_PER_CALL: Final = 4096
-_END_S: Final = 5.0
+_LEAST_END_S: Final = 0.5
 _SAVE_S: Final = 300.0
 """How often the order of a local tier's chunks is kept, while chunks are written."""
 
@@ -453,7 +453,10 @@ class TierStack:
         return {io.name: io.info() for io in self.io if io.index.is_there}
 
     def close(self, drain_s: float) -> bool:
-        """Write queued puts for at most ``drain_s``, end the I/O; False if a thread still hangs."""
+        """Write queued puts for at most ``drain_s``, end the I/O; False if a thread still hangs.
+
+        Waits half as long again for I/O that has begun.
+        """
         with self._lock:
             for io in self.io:
                 io.is_reading = False
@@ -467,7 +470,7 @@ class TierStack:
         if self.remote is not None:
             # Before its threads end: calls that wait for its server fail now.
             self.remote.close()
-        ended = self._join(TierIo.join, _END_S)
+        ended = self._join(TierIo.join, max(_LEAST_END_S, drain_s / 2))
         if ended:
             self.io[0].save_order(is_final=True)
         self.local.close()
