@@ -174,9 +174,14 @@ _HARMLESS_OF_MODEL: Final = frozenset(
         *("enforce_eager", "enable_sleep_mode", "sleep_mode_backend"),
         *("sleep_mode_offload_cudagraph", "sleep_preserve_parameter_names"),
         *("enable_nccl_comm_suspend", "enable_cumem_allocator", "enable_trace_replay"),
-        "spec_target_max_model_len",
+        # what a seed changes: samples, and dummy weights, which are identified by it
+        *("seed", "spec_target_max_model_len"),
+        # whether the model may be loaded at all
+        *("trust_remote_code", "allow_deprecated_quantization"),
     }
 )
+_ROPES_BY_LENGTH: Final = frozenset({"longrope", "su", "dynamic"})
+"""Kinds of rotary embedding that depend on ``--max-model-len``."""
 _HARMLESS_OF_CACHE: Final = frozenset(
     {
         *("gpu_memory_utilization", "num_gpu_blocks_override", "num_gpu_blocks"),
@@ -222,8 +227,18 @@ def _options(vllm_config: VllmConfig) -> str:
 def _fields(config: Any, harmless: frozenset[str]) -> Any:
     if config is None:
         return None
+    if not _mentions(_plain(getattr(config, "hf_config", None)), _ROPES_BY_LENGTH):
+        harmless |= {"max_model_len"}
     names = (field.name for field in dataclasses.fields(config))
     return {name: _plain(getattr(config, name, None)) for name in names if name not in harmless}
+
+
+def _mentions(plain: Any, words: frozenset[str]) -> bool:
+    """Whether one of these texts is a value in what `_plain` returned, at any depth."""
+    if isinstance(plain, dict | list):
+        values = plain.values() if isinstance(plain, dict) else plain
+        return any(_mentions(each, words) for each in values)
+    return plain in words
 
 
 def _plain(value: Any) -> Any:
