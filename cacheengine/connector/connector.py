@@ -238,6 +238,8 @@ class WarmrouteConnector(OffloadingConnector):  # type: ignore[misc]
         self._watch: WeightWatch | None = None
         if is_scheduler:
             self._manager.keys.versions.empty_gpu = self._empty_gpu
+            # Only 0.32 needs it: later versions report the flush.
+            self._manager.expect_batches(getattr(vllm_config, "max_concurrent_batches", 0))
             self._watch = WeightWatch(self._manager)
             meter = self._manager.engine.steps
             meter.step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
