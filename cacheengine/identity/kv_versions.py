@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import xxhash
 
@@ -124,7 +124,7 @@ def _content_digest(path: Path, algorithm: str = "xxh3_128") -> str:
     kept = _kept_digests() if is_kept else {}
     if name in kept:
         return kept[name]
-    digest = xxhash.xxh3_128() if algorithm == "xxh3_128" else hashlib.new(algorithm)
+    digest: Any = xxhash.xxh3_128() if algorithm == "xxh3_128" else hashlib.new(algorithm)
     part = memoryview(bytearray(min(_PART_BYTES, before.st_size + 1)))
     with path.open("rb", buffering=0) as file:
         while length := file.readinto(part):
@@ -132,7 +132,7 @@ def _content_digest(path: Path, algorithm: str = "xxh3_128") -> str:
         after = os.fstat(file.fileno())
     if is_kept and (after.st_ino, after.st_ctime_ns) == (before.st_ino, before.st_ctime_ns):
         _keep_digest(name, digest.hexdigest())
-    return digest.hexdigest()
+    return str(digest.hexdigest())
 
 
 def _digests_file() -> Path:

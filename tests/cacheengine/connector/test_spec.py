@@ -1,5 +1,6 @@
 """What the spec refuses at start, and what it tells vLLM."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
@@ -238,7 +239,7 @@ def test_the_end_takes_less_than_vllm_grants_and_most_of_it_is_for_writes(
     configured.write_text(configured.read_text() + "distributed_url: localhost:0\n")
     manager = made.WarmrouteSpec(offloading_config()).get_manager()
     with monkeypatch.context() as patch:
-        patch.setattr(made.time, "monotonic", lambda: now_s[0])
+        patch.setattr(time, "monotonic", lambda: now_s[0])
         patch.setattr(CacheEngine, "close", close)
         for kind, real in zip((Agent, TransferServer), real_stops, strict=True):
             patch.setattr(kind, "stop", lambda self, s, real=real: (stop(self, s), real(self))[0])

@@ -4,12 +4,13 @@ import re
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
 
 from cacheengine.record import TransferMeter
-from cacheengine.transfer import protocol, transfer_server
+from cacheengine.transfer import protocol
 from cacheengine.transfer.fetch import Fetch
 from cacheengine.transfer.protocol import Channel, Checksums, ChunkDigests
 from tests.cacheengine.helpers import CHUNK_BYTES, Bench, keys, layout, payload, wait_until
@@ -404,7 +405,7 @@ def test_stop_waits_for_all_connections_together(
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "join", hang)
-        patch.setattr(transfer_server.time, "monotonic", lambda: now_s[0])
+        patch.setattr(time, "monotonic", lambda: now_s[0])
         peer.server.stop(2.0)
     assert len(waits_s) >= 4
     assert sum(waits_s) == 2.0
