@@ -86,12 +86,12 @@ class DiskTier(LocalTier):
             self._paths.append(path)
             path.reads_direct = direct and _can_be_direct(path.directory, file, reads=True)
             path.writes_direct = direct_writes and _can_be_direct(path.directory, file, reads=False)
-        for root, error in failed.items():
+        for root, problem in failed.items():
             if not self._paths:
-                raise error
+                raise problem
             logger.warning(
                 "disk tier: cannot use local_disk %s, and does without it until the next start: %s",
-                *(root, error),
+                *(root, problem),
             )
         self._seeds = [
             xxhash.xxh3_64_intdigest(str(path.directory.parent).encode()) for path in self._paths
