@@ -229,10 +229,12 @@ class ClearRequest(ChunkSelection, frozen=True, kw_only=True, forbid_unknown_fie
     tiers: list[TierName] | None = None
 
 
-class ClearReply(msgspec.Struct, frozen=True, kw_only=True):
+class ClearReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Chunks dropped, by tier."""
 
     dropped: dict[str, int]
+    not_cleared: list[str] = []
+    """Tiers in which chunks may be left that could be found: the remote store, if it fails."""
 
 
 class MoveSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -192,7 +192,13 @@ class AgentHandlers:
             raise BadRequestError("'cache_salt' belongs to a prompt: give its 'tokens' too")
         keys = None if names_none else await self._some_keys_of(call)
         dropped = await asyncio.to_thread(self.engine.clear, call.tiers, keys)
-        return as_json(wire.ClearReply(dropped=dropped))
+        if "remote" not in dropped:
+            return as_json(wire.ClearReply(dropped=dropped))
+        # Chunks that this replica does not know, too: others, or an earlier process, stored them.
+        removed = await asyncio.to_thread(self.engine.clear_shared, keys)
+        if removed is None:
+            return as_json(wire.ClearReply(dropped=dropped, not_cleared=["remote"]))
+        return as_json(wire.ClearReply(dropped={**dropped, "remote": removed}))
 
     async def move(self, request: web.Request) -> web.Response:
         """Start a job that moves chunks into this replica."""

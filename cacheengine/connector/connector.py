@@ -231,11 +231,15 @@ class WarmrouteConnector(OffloadingConnector):  # type: ignore[misc]
         )
         if "blocks_per_chunk" not in extra_config:
             extra_config.setdefault("block_size", load_engine_config().chunk_size)
-        extra_config[IDENTITY_KEY] = dataclasses.asdict(identify(vllm_config, kv_cache_config))
+        is_scheduler = role == KVConnectorRole.SCHEDULER
+        identity = identify(vllm_config, kv_cache_config, reads_weights=is_scheduler)
+        extra_config[IDENTITY_KEY] = dataclasses.asdict(identity)
         super().__init__(vllm_config, role, kv_cache_config)
         self._watch: WeightWatch | None = None
-        if role == KVConnectorRole.SCHEDULER:
+        if is_scheduler:
             self._manager.keys.versions.empty_gpu = self._empty_gpu
+            # Only 0.32 needs it: later versions report the flush.
+            self._manager.expect_batches(getattr(vllm_config, "max_concurrent_batches", 0))
             self._watch = WeightWatch(self._manager)
             meter = self._manager.engine.steps
             meter.step_tokens = vllm_config.scheduler_config.max_num_batched_tokens

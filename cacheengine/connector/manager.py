@@ -218,9 +218,9 @@ _SOURCE_BY_TIER: Final = {
 
 # vLLM forgets its transfers in reset_cache(), and its workers finish them in the next step. Until
 # then the rows must not be reused. vLLM 0.33 reports that moment (`on_reset_flushed`). vLLM 0.32
-# does not: there it is one step later, or two with asynchronous scheduling.
+# does not: `WarmrouteManager.expect_batches`.
 _REPORTS_FLUSH = hasattr(OffloadingManager, "on_reset_flushed")
-_STEPS_UNTIL_FLUSHED = 3
+_LEAST_STEPS_UNTIL_FLUSHED: Final = 3
 
 
 @dataclass(slots=True)
@@ -229,7 +229,7 @@ class _UnfinishedTransfers:
 
     loads: list[bytes]
     stores: list[bytes]
-    steps_left: int = _STEPS_UNTIL_FLUSHED
+    steps_left: int
 
 
 class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
@@ -263,6 +263,15 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         self._loads: Counter[bytes] = Counter()
         self.stores = ChunkStores(engine, self.keys, group_idx)
         self._flushing: deque[_UnfinishedTransfers] = deque()
+        self._steps_until_flushed = _LEAST_STEPS_UNTIL_FLUSHED
+
+    def expect_batches(self, most: int) -> None:
+        """Note how many steps vLLM schedules before the first of them has ended.
+
+        The step after these is scheduled when the first one after a reset, in which workers finish
+        their transfers, has ended.
+        """
+        self._steps_until_flushed = max(_LEAST_STEPS_UNTIL_FLUSHED, most + 1)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Note the weights that compute the request's KV."""
@@ -395,7 +404,8 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
     def reset_cache(self) -> None:
         """Empty the pool; the rows of transfers in progress follow when these have ended."""
         loads = list(self._loads.elements())
-        self._flushing.append(_UnfinishedTransfers(loads, self.stores.take_in_progress()))
+        stores = self.stores.take_in_progress()
+        self._flushing.append(_UnfinishedTransfers(loads, stores, self._steps_until_flushed))
         self._loads.clear()
         self.waits.clear()
         self._used.clear()

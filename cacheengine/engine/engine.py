@@ -69,8 +69,8 @@ class CacheEngine:
     """The cpu tier over ``pool``, and below it the disk and remote tiers that there are.
 
     ``tier`` and ``remote`` default to those of the configuration. Thread-safe; only the
-    constructor, which scans the disk tier, and `close` wait for I/O. ``make_io`` replaces the I/O
-    of all tiers, for simulation. OSError: a directory cannot be used.
+    constructor, which scans the disk tier, `clear_shared` and `close` wait for I/O. ``make_io``
+    replaces the I/O of all tiers, for simulation. OSError: a directory cannot be used.
     """
 
     def __init__(
@@ -98,10 +98,11 @@ class CacheEngine:
         self._closed = False
         self._lock = lock = EngineLock()
         self._io: EngineIo
+        self._remote: SharedTier | None = None
         if make_io is not None:
             self._io = make_io(lock)
         else:
-            self._io = TierStack(
+            self._io = stack = TierStack(
                 config,
                 layout,
                 pool,
@@ -111,6 +112,7 @@ class CacheEngine:
                 clock=clock,
                 make_threads=make_threads,
             )
+            self._remote = stack.remote
         self._decider = Decider(
             pool.num_slots,
             config.cache_policy,
@@ -182,7 +184,7 @@ class CacheEngine:
         # chunks of the prefix, whose first chunk is still more recent than all that follow it.
         for portion in reversed([*portions(keys)]):
             with self._lock as decider:
-                decider.touch(portion)
+                decider.touch(portion, self._clock())
 
     # --- stores ---
 
@@ -369,8 +371,8 @@ class CacheEngine:
         """Drop all chunks of these tiers (or of all), or these chunks; return how many, by tier.
 
         None of them is found any more when this returns, pinned or not; slots in use and files are
-        freed soon after. In the remote tier, chunks that this engine does not know stay; with
-        ``keep_shared`` all of them stay.
+        freed soon after. In the remote tier, chunks that this engine does not know stay until
+        `clear_shared`; with ``keep_shared`` all of them stay.
         """
         if keys is None:
             with self._lock as decider:
@@ -381,6 +383,15 @@ class CacheEngine:
             with self._lock as decider:
                 dropped.update(decider.clear(tiers, portion, keep_shared=keep_shared))
         return dict(dropped)
+
+    def clear_shared(self, keys: Collection[bytes] | None) -> int | None:
+        """Remove chunks, or all of this layout, from the remote tier, whoever has put them.
+
+        After `clear`. Waits for I/O. Returns how many there were, None if some may be left.
+        """
+        return (
+            None if self._remote is None else self._remote.purge(None if keys is None else [*keys])
+        )
 
     def snapshot(self) -> wire.Snapshot:
         """Return all keys by tier; the events after its number continue from there."""

@@ -54,7 +54,9 @@ _REMOTE_READ_THREADS: Final = 4
 _REMOTE_WRITE_THREADS: Final = 2
 _DELETE_BATCH: Final = 64
 _QUESTIONS_PER_CALL: Final = 4096
-_END_S: Final = 5.0
+_LEAST_END_S: Final = 0.5
+_SAVE_S: Final = 300.0
+"""How often the order of a local tier's chunks is kept, while chunks are written."""
 
 
 class JobRunner(Protocol):
@@ -162,6 +164,7 @@ class TierIo:
         """False: puts not begun yet are dropped."""
         self._being_read = 0
         self._being_written = 0
+        self._save_at_s = clock() + _SAVE_S
         self._read_meter = BandwidthMeter()
         self._write_meter = BandwidthMeter()
         self._readers = make_threads(f"kv-get-{self.name}", self._read_threads)
@@ -292,7 +295,24 @@ class TierIo:
             self._write_meter.stop(now_s, outcomes.count(PutOutcome.STORED) * self._pool.slot_bytes)
             self._being_written -= len(entries)
             decider.cascades[self.name].end(entries, outcomes, now_s)
+            must_save = now_s >= self._save_at_s
+            if must_save:
+                self._save_at_s = now_s + _SAVE_S
+        if must_save:
+            self.save_order(is_final=False)
         return is_more
+
+    def save_order(self, *, is_final: bool) -> None:
+        """Have a local tier keep the order of its chunks for the next start."""
+        if not isinstance(self._tier, LocalTier) or not isinstance(self.index, LocalIndex):
+            return
+        with self._lock:
+            # Chunks that were cleared and are not deleted yet must not be there after a restart.
+            keys = self.index.keys() if is_final else self.index.order()
+        try:
+            self._tier.save(keys, is_final=is_final)
+        except Exception:
+            logger.exception("%s tier: its index was not written", self.name)
 
     def _delete(self, keys: Sequence[bytes]) -> None:
         """Delete chunks, then note that they are gone. On a writer thread."""
@@ -347,7 +367,10 @@ class TierIo:
         for start in range(0, len(keys), PORTION):
             part = slice(start, start + PORTION)
             with self._lock as decider:
-                decider.promotions.answered(keys[part], found[part] or None, self._clock())
+                now_s = self._clock()
+                decider.promotions.answered(keys[part], found[part] or None, now_s)
+                assert isinstance(self.index, SharedIndex)
+                decider.cascades[self.name].put_again(self.index.take_lost(), now_s)
         is_more = True
         while is_more:
             with self._lock as decider:
@@ -430,7 +453,10 @@ class TierStack:
         return {io.name: io.info() for io in self.io if io.index.is_there}
 
     def close(self, drain_s: float) -> bool:
-        """Write queued puts for at most ``drain_s``, end the I/O; False if a thread still hangs."""
+        """Write queued puts for at most ``drain_s``, end the I/O; False if a thread still hangs.
+
+        Waits half as long again for I/O that has begun.
+        """
         with self._lock:
             for io in self.io:
                 io.is_reading = False
@@ -444,7 +470,9 @@ class TierStack:
         if self.remote is not None:
             # Before its threads end: calls that wait for its server fail now.
             self.remote.close()
-        ended = self._join(TierIo.join, _END_S)
+        ended = self._join(TierIo.join, max(_LEAST_END_S, drain_s / 2))
+        if ended:
+            self.io[0].save_order(is_final=True)
         self.local.close()
         return ended
 

@@ -43,11 +43,14 @@ class Cascade:
         self._grow_at_s = float("-inf")
         self._waiting: deque[_Put] = deque()
         self._by_key: dict[bytes, _Put] = {}  # puts under way included
-        # How often each was tried; the first dropped at the front.
-        self._dropped: OrderedDict[bytes, int] = OrderedDict()
+        state.dropped[index.name] = OrderedDict()
         self._next_number = 0
         # Puts with smaller numbers were cancelled, all in one step.
         self._first_wanted = 0
+
+    @property
+    def _dropped(self) -> OrderedDict[bytes, int]:
+        return self._state.dropped[self._index.name]
 
     @property
     def queued_bytes(self) -> int:
@@ -66,7 +69,7 @@ class Cascade:
         if self._can_queue(now_s):
             self._queue(entry, self._dropped.pop(entry.key, 0))
         else:
-            self._drop(entry, self._dropped.get(entry.key, 0))
+            self._drop(entry, self._dropped.get(entry.key, 0), now_s)
 
     def _is_below(self, key: bytes) -> bool:
         is_queued = key in self._by_key
@@ -83,12 +86,20 @@ class Cascade:
         self._by_key[entry.key] = put
         self._state.work.puts[self._index.name] += 1
 
-    def _drop(self, entry: PoolEntry, tries: int) -> None:
+    def _drop(self, entry: PoolEntry, tries: int, now_s: float) -> None:
         self._stats.put_drops += 1
         if tries < _TRIES:
             self._dropped[entry.key] = tries
         if len(self._dropped) > _MOST_DROPPED:
-            self._dropped.popitem(last=False)
+            oldest = self._state.pool.ready(self._dropped.popitem(last=False)[0])
+            if oldest is not None:
+                self._state.remove_if_unwanted(oldest, now_s)
+
+    def put_again(self, keys: Collection[bytes], now_s: float) -> None:
+        """Queue the puts of chunks that the tier has lost, as far as they are in the pool."""
+        self._state.emit(self._index.name, stored=False, keys=keys)
+        for entry in filter(None, map(self._state.pool.ready, keys)):
+            self.queue(entry, now_s)
 
     def retry(self, now_s: float) -> None:
         """Queue again puts that were dropped, a portion of them, of chunks still in the pool."""
@@ -97,7 +108,11 @@ class Cascade:
                 return
             key, tries = self._dropped.popitem(last=False)
             entry = self._state.pool.ready(key)
-            if entry is not None and not self._is_below(key):
+            if entry is None:
+                continue
+            if self._is_below(key):
+                self._state.remove_if_unwanted(entry, now_s)
+            else:
                 self._stats.put_retries += 1
                 self._queue(entry, tries)
 
@@ -123,7 +138,7 @@ class Cascade:
             was_found = key in self._index
             leaving = self._reserve(put, now_s)
             if leaving is None:
-                self._drop_queued(put)
+                self._drop_queued(put, now_s)
                 self._leave(put.entry, now_s)
                 continue
             entries.append(put.entry)
@@ -136,9 +151,9 @@ class Cascade:
     def _is_wanted(self, put: _Put) -> bool:
         return put.is_wanted and put.number >= self._first_wanted
 
-    def _drop_queued(self, put: _Put) -> None:
+    def _drop_queued(self, put: _Put, now_s: float) -> None:
         if self._is_wanted(put):
-            self._drop(put.entry, put.tries)
+            self._drop(put.entry, put.tries, now_s)
         else:
             self._stats.put_drops += 1
 
@@ -179,7 +194,7 @@ class Cascade:
         if outcome is not PutOutcome.NOT_TRIED:
             put.tries += 1
             self._stats.io_errors += 1
-        self._drop_queued(put)
+        self._drop_queued(put, now_s)
         if not self._index.not_written(entry.key):
             self._state.delete(self._index, [entry.key])
         elif entry.key in self._index:
@@ -199,7 +214,7 @@ class Cascade:
     def cancel(self, keys: Collection[bytes] | None = None) -> None:
         """Have queued puts dropped, of all chunks or of these, when their turn comes."""
         if keys is None:
-            self._dropped = OrderedDict()
+            self._state.dropped[self._index.name] = OrderedDict()
             self._first_wanted = self._next_number
             return
         for key in keys:

@@ -45,10 +45,9 @@ class Decider:
             index.name: Cascade(self.state, index, share) for index in lower
         }
         remotes = [index for index in lower if isinstance(index, SharedIndex)]
+        self._remote = remotes[0] if remotes else None
         self.promoter = Promoter(self.state, self.cascades)
-        self.promotions = PrefixPromotions(
-            self.state, self.promoter, remotes[0] if remotes else None
-        )
+        self.promotions = PrefixPromotions(self.state, self.promoter, self._remote)
 
     # --- lookups ---
 
@@ -95,7 +94,7 @@ class Decider:
             tiers.append(index.name)
         return tiers
 
-    def touch(self, keys: Sequence[bytes]) -> None:
+    def touch(self, keys: Sequence[bytes], now_s: float) -> None:
         """Note a use in every tier; the first chunk of a prefix becomes the most recent.
 
         A later chunk of a prefix is useless without the earlier ones, so it is evicted first.
@@ -104,6 +103,13 @@ class Decider:
         for index in self.state.lower:
             for key in reversed(keys):
                 index.touch(key)
+        if self._remote is None:
+            return
+        job_is_queued = self._remote.has_questions
+        for key in keys:
+            self._remote.renew(key, now_s)
+        if self._remote.has_questions and not job_is_queued:
+            self.state.work.has_questions = True
 
     # --- holds ---
 

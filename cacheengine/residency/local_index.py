@@ -83,6 +83,10 @@ class LocalIndex(LowerIndex):
         """Return the keys that can be found: those set aside, then the next to leave first."""
         return [key for key in self._policy.order() if key in self]
 
+    def order(self) -> list[bytes]:
+        """Return the keys in that order, and chunks among them that are cleared. Fast."""
+        return [*self._policy.order()]
+
     def is_known(self, key: bytes) -> bool:
         """Whether the chunk takes room: it is there, being written or being deleted."""
         return key in self._items

@@ -18,6 +18,8 @@ _MAX_ASKED: Final = 65_536
 _ABSENT_S: Final = 1.5
 """How long a chunk that was not there is not asked for again."""
 _PATIENCE_S: Final = 1.0
+_RENEW_S: Final = 600.0
+"""For how long a chunk that was put, read or found is not asked for again while it is used."""
 _CLEARED: Final = -1
 """The generation of a chunk that was cleared alone: older than all others."""
 
@@ -28,6 +30,9 @@ class SharedIndex(LowerIndex):
     ``max_held`` and ``max_absent`` bound how many are known. A question that the tier does not
     answer, and a read that fails, begin a short pause in which nothing can be read or asked: the
     store decides for how long a server is left alone.
+
+    A server evicts what nobody asks it for. Chunks that are used elsewhere, in CPU RAM, are
+    therefore asked for again every ten to twenty minutes; one that is gone is put again.
 
     Clearing or forgetting everything is one step: the index gets a new generation. What was
     learned, asked or begun in an older one is hidden, and a question or write of an older one
@@ -54,6 +59,13 @@ class SharedIndex(LowerIndex):
         self._asked: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
         self._to_ask: dict[bytes, None] = {}
         self._forgotten: list[bytes] = []
+        # Put, read or found in this period of `_RENEW_S`, and in the one before.
+        self._fresh: set[bytes] = set()
+        self._fresh_before: set[bytes] = set()
+        self._period_ends_s = float("inf")
+        # Asked for although they are held, and found to be gone.
+        self._renewing: set[bytes] = set()
+        self._lost: list[bytes] = []
         self._backoff = tier_backoff()
 
     def __len__(self) -> int:
@@ -106,6 +118,29 @@ class SharedIndex(LowerIndex):
         self._to_ask[key] = None
         return True
 
+    def renew(self, key: bytes, now_s: float) -> None:
+        """Note a use of a chunk elsewhere: ask for it again, if it is held and was not for long."""
+        self._period_ends_s = min(self._period_ends_s, now_s + _RENEW_S)
+        if now_s >= self._period_ends_s:
+            is_next = now_s < self._period_ends_s + _RENEW_S
+            self._fresh_before = self._fresh if is_next else set()
+            self._fresh = set()
+            self._period_ends_s = now_s + _RENEW_S
+        if key in self._fresh or key in self._fresh_before or key not in self:
+            return
+        is_barred = self._backoff.is_on(now_s) or len(self._asked) >= _MAX_ASKED
+        if is_barred or key in self._busy or key in self._asked:
+            return
+        self._fresh.add(key)
+        self._renewing.add(key)
+        self._asked[key] = (now_s, self._generation)
+        self._to_ask[key] = None
+
+    def take_lost(self) -> list[bytes]:
+        """Return keys found to be gone, by the questions of `renew`, since the last call."""
+        lost, self._lost = self._lost, []
+        return lost
+
     @property
     def has_questions(self) -> bool:
         """Whether `take_questions` would return any."""
@@ -132,12 +167,19 @@ class SharedIndex(LowerIndex):
     ) -> list[bytes]:
         """Note the answer for keys taken, None if there was none; return those newly held."""
         asked_in = [self._asked.pop(key)[1] for key in keys]
+        renewed = self._renewing.intersection(keys)
+        self._renewing -= renewed
         if found is None:
             self._backoff.failed(now_s, grows=False)
             return []
         self._backoff.succeeded()
         learned = []
         for key, is_held, generation in zip(keys, found, asked_in, strict=True):
+            if key in renewed and key in self and key not in self._busy:
+                if not is_held:
+                    del self._held[key]
+                    self._lost.append(key)
+                continue
             if self.is_known(key):
                 continue  # written or deleted since it was asked: that is newer
             # Asked before a clear, the answer may be of before it, too.
@@ -195,6 +237,7 @@ class SharedIndex(LowerIndex):
             self._held.pop(key, None)
             self._miss(key, now_s)
             return False
+        self._fresh.add(key)
         if generation < self._cleared_at:
             self._begin_delete(key)
             return True
@@ -208,6 +251,8 @@ class SharedIndex(LowerIndex):
 
     def _remember(self, key: bytes) -> None:
         self._absent.pop(key, None)
+        self._renewing.discard(key)
+        self._fresh.add(key)
         self._held[key] = self._generation
         self._held.move_to_end(key)  # it may have been forgotten, and still be in its old place
         if len(self._held) > self._max_held:
@@ -281,4 +326,6 @@ class SharedIndex(LowerIndex):
         for key, generation in self._held.items():
             assert generation != _CLEARED or key in self._busy, "cleared alone, idle and still here"
         assert self._to_ask.keys() <= self._asked.keys()
+        assert self._renewing <= self._asked.keys()
+        assert not self._lost, "lost, and not put again"
         assert not self._forgotten, "forgotten, and no event was logged"

@@ -56,12 +56,12 @@ class Envelope:
 
     def __init__(self, fingerprint: str, payload_bytes: int, *, lossy_serde: str = "") -> None:
         suffix = f"-{lossy_serde}" if lossy_serde else ""
-        self._prefix = f"warmroute:{fingerprint}{suffix}:"
+        self.prefix = f"warmroute:{fingerprint}{suffix}:"
         self._payload_bytes = payload_bytes
 
     def name(self, key: bytes) -> str:
         """Return the name of a chunk's blob."""
-        return self._prefix + key.hex()
+        return self.prefix + key.hex()
 
     def header(self, key: bytes, code: int, parts: Iterable[memoryview | bytes]) -> bytes:
         """Return the header of a chunk that the serde ``code`` encoded as ``parts``."""
@@ -70,7 +70,7 @@ class Envelope:
         sizes = (HEADER_BYTES, self._payload_bytes, encoded_bytes)
         fields = _FIELDS.pack(_MAGIC, _VERSION, code, *sizes)
         checksum = xxhash.xxh3_128(fields)
-        checksum.update(self._prefix.encode() + len(key).to_bytes(2, "little") + key)
+        checksum.update(self.prefix.encode() + len(key).to_bytes(2, "little") + key)
         for part in encoded:
             checksum.update(part)
         return fields + checksum.digest()
@@ -274,6 +274,19 @@ class RemoteTier(SharedTier):
             self._store.remove([self._envelope.name(key) for key in keys])
         except StoreError as error:
             self._outage.failed(error)
+
+    def purge(self, keys: Sequence[bytes] | None) -> int | None:
+        """Remove chunks, or all whose names begin like this layout's."""
+        try:
+            if keys is None:
+                return self._store.remove_all(self._envelope.prefix)
+            names = [self._envelope.name(key) for key in keys]
+            removed = sum(self._store.exists(names))
+            self._store.remove(names)
+        except StoreError as error:
+            logger.warning("remote tier: not all chunks were cleared: the server %s", error)
+            return None
+        return removed
 
     def close(self) -> None:
         self._store.close()

@@ -232,8 +232,9 @@ class TransferServer:
             "Warmroute serves chunks to other replicas on %s", join_host_port(*self.address)
         )
 
-    def stop(self) -> None:
-        """Stop listening, close all connections and wait for their threads."""
+    def stop(self, timeout_s: float = _JOIN_S) -> None:
+        """Stop listening, close all connections; wait for all their threads, so long together."""
+        ends_s = time.monotonic() + timeout_s
         with self._lock:
             self._stopping.set()
             serving = dict(self._open)
@@ -247,7 +248,7 @@ class TransferServer:
             self._listening = None
         for thread in (self._accepting, *serving.values()):
             if thread is not None:
-                thread.join(_JOIN_S)
+                thread.join(max(0.0, ends_s - time.monotonic()))
 
     @property
     def num_connections(self) -> int:

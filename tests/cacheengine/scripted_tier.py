@@ -96,6 +96,13 @@ class ScriptedRemote(Scripted, SharedTier):
         assert self.finds.wait(20)
         return [key in self.chunks for key in keys] if self.answers else None
 
+    def purge(self, keys: Sequence[bytes] | None) -> int | None:
+        if not self.answers:
+            return None
+        removed = {*self.chunks} if keys is None else {*keys} & {*self.chunks}
+        self.delete(removed)
+        return len(removed)
+
     def close(self) -> None:
         super().close()
         self.finds.set()

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from cacheengine.record import EngineStats, TierStats, TransferStats
 from cacheengine.settings.engine_config import EngineConfig
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.helpers import CHUNK_BYTES, Bench, config, keys, layout, wait_until
+from tests.cacheengine.scripted_tier import ScriptedRemote
 from warmroute_common import agent_protocol as wire
 from warmroute_common.agent_protocol import ReplicaIdentity
 from warmroute_common.keys import HashScheme, chunk_keys, key64, prompt_extra_keys
@@ -67,9 +69,9 @@ class Rig:
         return msgspec.msgpack.decode(await self.get(f"/events?{query}"), type=wire.EventBatch)
 
 
-@pytest.fixture
-async def rig(tmp_path: Path, make_bench: MakeBench) -> AsyncIterator[Rig]:
-    bench = make_bench(8, config(tmp_path))
+@asynccontextmanager
+async def open_rig(bench: Bench) -> AsyncIterator[Rig]:
+    """Serve an engine."""
     agent = Agent(bench.engine, IDENTITY, EngineConfig(lmcache_worker_port=0))
     await asyncio.to_thread(agent.start)
     assert agent.address is not None
@@ -77,6 +79,12 @@ async def rig(tmp_path: Path, make_bench: MakeBench) -> AsyncIterator[Rig]:
     async with aiohttp.ClientSession() as session:
         yield Rig(bench, session, f"http://{host}:{port}")
     await asyncio.to_thread(agent.stop)
+
+
+@pytest.fixture
+async def rig(tmp_path: Path, make_bench: MakeBench) -> AsyncIterator[Rig]:
+    async with open_rig(make_bench(8, config(tmp_path))) as opened:
+        yield opened
 
 
 async def test_info_says_who_and_how_keys_are_made(rig: Rig) -> None:
@@ -222,6 +230,19 @@ async def test_clear_drops_the_tiers_named(rig: Rig) -> None:
     rig.bench.finish_puts()
     assert await rig.post("/clear", {"tiers": ["cpu"]}) == {"dropped": {"cpu": 2}}
     assert await rig.post("/clear", {}) == {"dropped": {"cpu": 0, "disk": 2}}
+
+
+async def test_clear_drops_what_others_stored_in_the_remote_tier(make_bench: MakeBench) -> None:
+    remote = ScriptedRemote(dict.fromkeys([*CHUNKS[:3], *keys(9)], b""))
+    async with open_rig(make_bench(8, remote=remote)) as rig:
+        cleared = await rig.post("/clear", {"tokens": TOKENS[:512], "tiers": ["remote"]})
+        assert cleared == {"dropped": {"remote": 2}}
+        remote.answers = False
+        cleared = await rig.post("/clear", {"tiers": ["remote"]})
+        assert cleared == {"dropped": {"remote": 0}, "not_cleared": ["remote"]}
+        remote.answers = True
+        cleared = await rig.post("/clear", {})
+        assert cleared["dropped"]["remote"] == 2
 
 
 async def test_clear_drops_only_what_is_named(rig: Rig) -> None:

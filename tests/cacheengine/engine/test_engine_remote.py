@@ -374,3 +374,47 @@ def test_what_is_found_while_its_put_is_queued_is_not_put(
     bench.finish_puts()
     assert remote.put_batches == [1, 1]
     assert bench.engine.stats().remote.put_drops == 0
+
+
+def test_chunks_used_in_ram_are_asked_for_again_and_put_again_if_they_are_gone(
+    make_bench: MakeBench, remote: ScriptedRemote
+) -> None:
+    """The server evicts what nobody asks it for: what replicas serve from RAM, the hottest."""
+    bench = make_bench(4, remote=remote)
+    bench.store(keys(1, 2))
+    bench.finish_puts()
+    bench.engine.take_events()
+    remote.questions.clear()
+    remote.chunks.clear()
+    bench.engine.touch(keys(1, 2, 3))
+    bench.clock.advance(500)
+    bench.engine.touch(keys(1, 2))
+    assert remote.questions == []
+    bench.clock.advance(1000)
+    bench.engine.touch(keys(1, 2))
+    wait_until(lambda: remote.chunks == {chunk: payload(chunk) for chunk in keys(1, 2)})
+    bench.finish_puts()
+    assert remote.questions == [keys(1, 2)]
+    told = [(event.tier, event.stored) for event in bench.engine.take_events()]
+    assert told == [("remote", False), *[("remote", True)] * (len(told) - 1)]
+    for _ in range(3):  # they are there now
+        bench.clock.advance(700)
+        bench.engine.touch(keys(1, 2))
+    wait_until(lambda: len(remote.questions) > 1)
+    assert {*remote.questions[-1]} <= {*keys(1, 2)}
+    assert bench.engine.stats().remote.puts == 4
+
+
+def test_a_server_that_does_not_answer_loses_no_chunk_by_that(
+    make_bench: MakeBench, remote: ScriptedRemote
+) -> None:
+    bench = make_bench(4, remote=remote)
+    bench.store(keys(1))
+    bench.finish_puts()
+    bench.engine.touch(keys(1))
+    remote.answers = False
+    bench.clock.advance(2000)
+    bench.engine.touch(keys(1))
+    wait_until(lambda: bench.engine.stats().remote.unanswered == 1)
+    assert bench.engine.held_in(keys(1), "remote") == 1
+    assert bench.engine.stats().remote.puts == 1

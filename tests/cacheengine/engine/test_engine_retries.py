@@ -44,6 +44,36 @@ def test_what_the_queue_could_not_take_is_put_when_it_can(
     assert bench.engine.stats().disk.put_retries == 2
 
 
+def test_without_local_cpu_no_chunk_is_lost_for_a_full_queue(
+    make_bench: MakeBench, tier: ScriptedTier
+) -> None:
+    """It stays in the pool, which has room, until it is on disk; then it leaves."""
+    bench = make_bench(8, config(Path("unused"), local_cpu=False, share=0.25), tier=tier)
+    tier.puts.clear()
+    bench.store(keys(1, 2, 3, 4, 5, 6))
+    assert bench.engine.stats().disk.put_drops == 4
+    assert bench.has_right_bytes(keys(6))
+    tier.puts.set()
+    wait_until(lambda: _holds(tier, 1, 2, 3, 4, 5, 6))
+    bench.finish_puts()
+    assert bench.engine.stats().cpu_used_bytes == 0
+
+
+def test_without_local_cpu_a_chunk_leaves_when_its_put_is_given_up(
+    make_bench: MakeBench, tier: ScriptedTier
+) -> None:
+    bench = make_bench(4, config(Path("unused"), local_cpu=False), tier=tier)
+    tier.put_outcome = PutOutcome.FAILED
+    bench.store(keys(1))
+    bench.finish_puts()
+    assert bench.has_right_bytes(keys(1))
+    for _ in range(3):
+        _let_time_pass(bench, 120)
+        bench.finish_puts()
+    assert bench.engine.stats().disk.io_errors == 3
+    assert bench.engine.stats().cpu_used_bytes == 0
+
+
 def test_a_put_that_failed_is_tried_again_after_the_pause(
     make_bench: MakeBench, tier: ScriptedTier
 ) -> None:

@@ -4,6 +4,7 @@ import re
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -387,3 +388,26 @@ def test_a_connection_that_cannot_be_served_keeps_no_other_out(
     fetched, _ = fetch(other, PREFIX, peer.address, connections=1)
     assert fetched.held_chunks == len(PREFIX)
     wait_until(lambda: peer.server.num_connections == 0)
+
+
+def test_stop_waits_for_all_connections_together(
+    serve: Serve, source: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for one after the other: vLLM kills the replica after five seconds."""
+    peer = serve(source)
+    channels = [Channel.connect(peer.address, timeout_s=20, connect_s=20) for _ in range(4)]
+    wait_until(lambda: peer.server.num_connections == 4)
+    now_s, waits_s = [1000.0], list[float]()
+
+    def hang(thread: threading.Thread, timeout: float) -> None:
+        waits_s.append(timeout)
+        now_s[0] += timeout
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "join", hang)
+        patch.setattr(time, "monotonic", lambda: now_s[0])
+        peer.server.stop(2.0)
+    assert len(waits_s) >= 4
+    assert sum(waits_s) == 2.0
+    for channel in channels:
+        channel.close()
