@@ -156,13 +156,9 @@ class TierIo:
         self._write_threads = _REMOTE_WRITE_THREADS if is_shared else config.disk_write_threads
         # These change under the engine's lock only: a batch is taken and counted, and the decision
         # whether to do it still is made, in one step.
-        self.is_reading = True
-        """False: reads not begun yet are given up, and questions are not asked."""
         self.is_writing = True
         """False: puts not begun yet are dropped."""
-        self._being_read = 0
         self._being_written = 0
-        self._read_meter = BandwidthMeter()
         self._write_meter = BandwidthMeter()
         self._readers = make_threads(f"kv-get-{self.name}", self._read_threads)
         self._writers = make_threads(f"kv-put-{self.name}", self._write_threads)
@@ -173,11 +169,12 @@ class TierIo:
 
     def info(self) -> wire.TierInfo:
         """Return the tier's size and speed, under the engine's lock."""
+        reads = self._lock.decider.promoter.reads[self.name].meter
         return wire.TierInfo(
             capacity_bytes=self.index.capacity_bytes,
             used_bytes=self.index.used_bytes,
-            read_bytes_per_s=self._read_meter.bytes_per_s(),
-            read_bytes=self._read_meter.total_bytes,
+            read_bytes_per_s=reads.bytes_per_s(),
+            read_bytes=reads.total_bytes,
             write_bytes_per_s=self._write_meter.bytes_per_s(),
         )
 
@@ -228,23 +225,17 @@ class TierIo:
     def _read_batch(self) -> bool:
         """Read the next batch of the queue; return whether there was more."""
         with self._lock as decider:
-            queued = decider.promoter.waiting(self.name)
-            share = self._share(queued + self._being_read, self._read_threads)
+            if self.index.is_suspended:
+                return decider.promoter.give_up(self.index, self._clock())
+            reads = decider.promoter.reads[self.name]
+            share = self._share(reads.waiting + reads.begun, self._read_threads)
             entries = decider.promoter.take(self.name, share)
             if not entries:
                 return False
-            is_more = queued > len(entries)
-            if not self.is_reading:
-                decider.promoter.give_up(self.index, entries, self._clock())
-                return is_more
-            self._being_read += len(entries)
-            self._read_meter.start(self._clock())
+            is_more = reads.waiting > 0
         outcomes = self._move(self._tier.get_many, entries) or [GetOutcome.FAILED] * len(entries)
         with self._lock as decider:
-            now_s = self._clock()
-            self._read_meter.stop(now_s, outcomes.count(GetOutcome.OK) * self._pool.slot_bytes)
-            self._being_read -= len(entries)
-            decider.promoter.end(self.index, entries, outcomes, now_s)
+            decider.promoter.end(self.index, entries, outcomes, self._clock())
         return is_more
 
     def _move(
@@ -330,13 +321,13 @@ class TierIo:
         assert isinstance(self._tier, SharedTier)
         with self._lock as decider:
             keys = decider.promotions.take_questions(_QUESTIONS_PER_CALL)
-            is_wanted = self.is_reading
+            is_wanted = not self.index.is_suspended
         while keys:
             found = self._answers(self._tier.find, keys) if is_wanted else []
             self._note_answers(keys, found)
             with self._lock as decider:
                 keys = decider.promotions.take_questions(_QUESTIONS_PER_CALL)
-                is_wanted = self.is_reading
+                is_wanted = not self.index.is_suspended
 
     def _note_answers(self, keys: Sequence[bytes], found: Sequence[bool]) -> None:
         """Note all answers, then advance the promotions that waited for one; a portion at a time.
@@ -433,7 +424,8 @@ class TierStack:
         """Write queued puts for at most ``drain_s``, end the I/O; False if a thread still hangs."""
         with self._lock:
             for io in self.io:
-                io.is_reading = False
+                # Reads not begun are given up, and questions are not asked.
+                io.index.is_suspended = True
         for io in self.io:
             io.stop()
         self._join(TierIo.join_writers, drain_s)

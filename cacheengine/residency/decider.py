@@ -242,12 +242,22 @@ class Decider:
             cascade.retry(now_s)
         return self.state.end_expired(now_s), bool(self.pool.expired_pins(now_s, 1))
 
-    def end_pins(self, keys: Sequence[bytes], holder: Holder, now_s: float) -> None:
-        """End one holder's pins of chunks, given in prefix order."""
+    def leave(
+        self, keys: Sequence[bytes], holder: str, now_s: float, *, keep_ready: bool = False
+    ) -> None:
+        """End a holder's pins of chunks, given in prefix order, and its waits for them.
+
+        ``keep_ready``: only of chunks that are not ready.
+        """
+        self.promotions.leave(holder)
         # Backwards, so that the first chunk of a prefix is the most recent.
         for entry in filter(None, map(self.pool.get, reversed(keys))):
-            self.pool.end_pin(entry, holder)
-            self.state.remove_if_unwanted(entry, now_s)
+            if entry.state is not EntryState.READY:
+                self.pool.end_pin(entry, holder)
+                self.promoter.leave(entry, holder, now_s)
+            elif not keep_ready:
+                self.pool.end_pin(entry, holder)
+                self.state.remove_if_unwanted(entry, now_s)
 
     def held_in(self, keys: Sequence[bytes], tier: str) -> int:
         """Return how many leading chunks a tier is known to hold."""

@@ -68,7 +68,10 @@ class SharedIndex(LowerIndex):
 
     def can_read(self, key: bytes, now_s: float) -> bool:
         """Whether the tier is known to hold the chunk and is not being left alone."""
-        return key in self and not self._backoff.is_on(now_s)
+        return key in self and not self._is_left_alone(now_s)
+
+    def _is_left_alone(self, now_s: float) -> bool:
+        return self.is_suspended or self._backoff.is_on(now_s)
 
     def keys(self) -> list[bytes]:
         """Return the keys known to be held, least recent first."""
@@ -99,7 +102,7 @@ class SharedIndex(LowerIndex):
         if key in self._asked:
             return True
         is_absent = self._absent.get(key, now_s) > now_s
-        is_barred = is_absent or self._backoff.is_on(now_s) or len(self._asked) >= _MAX_ASKED
+        is_barred = is_absent or self._is_left_alone(now_s) or len(self._asked) >= _MAX_ASKED
         if is_barred or self.is_known(key):
             return False
         self._asked[key] = (now_s, self._generation)

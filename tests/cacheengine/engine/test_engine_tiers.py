@@ -389,7 +389,7 @@ def test_closing_takes_nothing_off_the_disk(make_bench: MakeBench, tier: Scripte
     wait_until(lambda: tier.get_count > 0)
     closing = threading.Thread(target=bench.engine.close)
     closing.start()
-    wait_until(lambda: not tier_stack(bench.engine).io[0].is_reading)
+    wait_until(lambda: tier_stack(bench.engine).io[0].index.is_suspended)
     tier.gets.set()
     closing.join(20)
     assert promotion.done
