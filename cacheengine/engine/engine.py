@@ -198,6 +198,7 @@ class CacheEngine:
         `complete_store` must follow.
         """
         wanted = list(dict.fromkeys(keys))
+        self._watch()
         with self._lock as decider:
             protected = decider.protected(wanted, prefix)
         made = StoreReservation((), (), ())
@@ -262,6 +263,7 @@ class CacheEngine:
         # First of all, so that wanted chunks leave the front of the order, where room is looked
         # for.
         self.touch(keys)
+        self._watch()
         self._expire_pins_if_full()
         with self._lock as decider:
             prefix = decider.promotions.begin(keys, pin_s, holder, is_demand=is_demand)
@@ -279,6 +281,14 @@ class CacheEngine:
         self._expire_pins_if_full()
         with self._lock as decider:
             return decider.may_promote(self._clock())
+
+    def _watch(self) -> None:
+        """Give up what waits for a tier that hangs, so that its slots come back."""
+        # What others queue between two portions is given up, too.
+        is_more = True
+        while is_more:
+            with self._lock as decider:
+                is_more = decider.watch(self._clock())
 
     def _expire_pins_if_full(self) -> None:
         with self._lock as decider:
@@ -333,7 +343,11 @@ class CacheEngine:
                 decider.leave(portion, holder, self._clock(), keep_ready=keep_ready)
 
     def expire_pins(self) -> int:
-        """Take off promotions' pins whose deadline has passed; return how many."""
+        """Take off promotions' pins whose deadline has passed; return how many.
+
+        To be called once in a while: it also gives up what waits for a tier that hangs.
+        """
+        self._watch()
         # A pin that another thread extends meanwhile is not taken off.
         ended, is_more = 0, True
         while is_more:

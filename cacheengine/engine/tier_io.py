@@ -425,7 +425,7 @@ class TierStack:
         with self._lock:
             for io in self.io:
                 # Reads not begun are given up, and questions are not asked.
-                io.index.is_suspended = True
+                io.index.is_closed = True
         for io in self.io:
             io.stop()
         self._join(TierIo.join_writers, drain_s)

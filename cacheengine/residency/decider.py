@@ -233,6 +233,11 @@ class Decider:
         """Whether a chunk from below would find room now, and could be pinned."""
         return self.pool.may_pin(None) and self.state.has_room(now_s)
 
+    def watch(self, now_s: float) -> bool:
+        """Give up what waits for tiers that hang, a portion; return whether there is more."""
+        is_more = [each.watch(now_s) for each in (self.promoter, *self.cascades.values())]
+        return any(is_more)
+
     def expire_pins(self, now_s: float) -> tuple[int, bool]:
         """Take off pins whose deadline has passed, queue dropped puts again; a portion of each.
 

@@ -35,8 +35,15 @@ class LowerIndex(ABC):
     """How much the tier may hold; 0 if that is not known, or nothing."""
     has_breaker: bool = False
     """The tier itself decides for how long a server that fails is left alone."""
-    is_suspended: bool = False
-    """Nothing is read now: the tier hangs, or the engine ends."""
+    is_hanging: bool = False
+    """A read has been under way for too long (`Promoter.watch`)."""
+    is_closed: bool = False
+    """The engine ends."""
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether nothing is read now."""
+        return self.is_hanging or self.is_closed
 
     @property
     def is_there(self) -> bool:

@@ -1,5 +1,6 @@
 """The way up: reads from lower tiers into the pool, for prefixes that were asked for. Pure."""
 
+import logging
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from cacheengine.residency.read_queue import ReadQueue
 from cacheengine.residency.shared_index import SharedIndex
 from cacheengine.residency.state import CacheState
 from cacheengine.tiers.tier import GetOutcome
+
+logger = logging.getLogger("vllm.warmroute")
 
 
 class Promoter:
@@ -120,6 +123,26 @@ class Promoter:
             return
         state.pool.remove(entry)
         state.settle(entry.key, PromotionOutcome.MISSING)
+
+    def watch(self, now_s: float) -> bool:
+        """Read nothing from a tier that hangs, and give up what has not begun, a portion.
+
+        Returns whether there are more. Reads that have begun keep their slots until they end; then
+        the tier is read again.
+        """
+        is_more = False
+        for index in self._state.lower:
+            was_hanging = index.is_hanging
+            index.is_hanging = self.reads[index.name].is_stuck(now_s)
+            if index.is_hanging and not was_hanging:
+                logger.warning(
+                    "%s tier: hangs in a read; nothing more is read until it ends", index.name
+                )
+            elif was_hanging and not index.is_hanging:
+                logger.warning("%s tier: is read again", index.name)
+            if index.is_hanging:
+                is_more |= self.give_up(index, now_s)
+        return is_more
 
     def give_up(self, index: LowerIndex, now_s: float) -> bool:
         """End reads that have not begun, a portion; return whether there are more.
