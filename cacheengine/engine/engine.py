@@ -283,7 +283,7 @@ class CacheEngine:
             return decider.may_promote(self._clock())
 
     def _watch(self) -> None:
-        """Give up what waits for a tier that hangs, so that its slots come back."""
+        """Give up what waits for a tier that hangs; have a remote tier that failed pinged."""
         # What others queue between two portions is given up, too.
         is_more = True
         while is_more:
@@ -345,7 +345,8 @@ class CacheEngine:
     def expire_pins(self) -> int:
         """Take off promotions' pins whose deadline has passed; return how many.
 
-        To be called once in a while: it also gives up what waits for a tier that hangs.
+        To be called once a second: it also gives up what waits for a tier that hangs, and has a
+        remote tier that failed pinged.
         """
         self._watch()
         # A pin that another thread extends meanwhile is not taken off.

@@ -55,6 +55,8 @@ _REMOTE_WRITE_THREADS: Final = 2
 _DELETE_BATCH: Final = 64
 _QUESTIONS_PER_CALL: Final = 4096
 _END_S: Final = 5.0
+_NOBODYS_KEY: Final = hashlib.sha256(b"").digest()
+"""Asked for to find out whether a server answers."""
 
 
 class JobRunner(Protocol):
@@ -318,7 +320,13 @@ class TierIo:
 
     def _ask_turn(self) -> None:
         """Ask in one call for everything that has come up since the last call."""
-        assert isinstance(self._tier, SharedTier)
+        assert isinstance(self._tier, SharedTier) and isinstance(self.index, SharedIndex)
+        with self._lock:
+            must_ping = self.index.take_ping() and not self.index.is_closed
+        if must_ping:
+            is_answered = bool(self._answers(self._tier.find, [_NOBODYS_KEY]))
+            with self._lock:
+                self.index.pinged(is_answered=is_answered)
         with self._lock as decider:
             keys = decider.promotions.take_questions(_QUESTIONS_PER_CALL)
             is_wanted = not self.index.is_suspended
@@ -521,9 +529,8 @@ def make_remote(config: EngineConfig, layout: ChunkLayout) -> SharedTier | None:
         readers=_exact_serdes(layout.dtype),
         server=str(url),
     )
-    # A question for a key that nobody stores, so that a server that is down, or a wrong password,
-    # is logged now and not at the first request.
-    if tier.find([hashlib.sha256(b"").digest()]) is not None:
+    # So that a server that is down, or a wrong password, is logged now, not at the first request.
+    if tier.find([_NOBODYS_KEY]) is not None:
         logger.info("remote tier: %s answers, %s", url, serde.name)
     return tier
 

@@ -234,9 +234,12 @@ class Decider:
         return self.pool.may_pin(None) and self.state.has_room(now_s)
 
     def watch(self, now_s: float) -> bool:
-        """Give up what waits for tiers that hang, a portion; return whether there is more."""
-        is_more = [each.watch(now_s) for each in (self.promoter, *self.cascades.values())]
-        return any(is_more)
+        """Give up what waits for tiers that hang, a portion; have a tier that failed pinged.
+
+        Returns whether there is more to give up.
+        """
+        watched = (self.promotions, self.promoter, *self.cascades.values())
+        return any(each.watch(now_s) for each in watched)
 
     def expire_pins(self, now_s: float) -> tuple[int, bool]:
         """Take off pins whose deadline has passed, queue dropped puts again; a portion of each.
