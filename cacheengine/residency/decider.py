@@ -238,8 +238,10 @@ class Decider:
 
         Returns whether there is more to give up.
         """
-        watched = (self.promotions, self.promoter, *self.cascades.values())
-        return any(each.watch(now_s) for each in watched)
+        self.promotions.watch(now_s)
+        return self.promoter.watch(now_s) or any(
+            each.watch(now_s) for each in self.cascades.values()
+        )
 
     def expire_pins(self, now_s: float) -> tuple[int, bool]:
         """Take off pins whose deadline has passed, queue dropped puts again; a portion of each.

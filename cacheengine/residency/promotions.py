@@ -404,11 +404,10 @@ class PrefixPromotions:
         """Return chunks to ask the remote tier for; then `answered`."""
         return [] if self._remote is None else self._remote.take_questions(most)
 
-    def watch(self, now_s: float) -> bool:
-        """Have a remote tier that failed pinged once in a while; there is never more to do."""
+    def watch(self, now_s: float) -> None:
+        """Have a remote tier that failed pinged once in a while."""
         if self._remote is not None and self._remote.wants_ping(now_s):
             self._state.work.has_questions = True
-        return False
 
     def answered(self, keys: Sequence[bytes], found: Sequence[bool] | None, now_s: float) -> None:
         """Note the remote tier's answer, None if there was none; then `advance_answered`."""

@@ -174,6 +174,10 @@ def test_found_chunks_are_news(make_bench: MakeBench, remote: ScriptedRemote) ->
     assert _tiers(bench) == {"cpu": 0, "remote": 1}
 
 
+def _wait_for_questions(remote: ScriptedRemote, count: int) -> None:
+    wait_until(lambda: len(remote.questions) == count)
+
+
 def test_a_dead_remote_is_a_miss_and_is_left_alone(
     make_bench: MakeBench, remote: ScriptedRemote
 ) -> None:
@@ -189,7 +193,7 @@ def test_a_dead_remote_is_a_miss_and_is_left_alone(
         assert bench.engine.lookup(key(3)) is Presence.MISS
         assert len(remote.questions) == number - 1
         bench.engine.expire_pins()
-        wait_until(lambda count=number: len(remote.questions) == count)
+        _wait_for_questions(remote, number)
     assert not {*keys(3)} & {*remote.questions[-1]}
     assert bench.engine.stats().remote.unanswered == 2
     remote.answers = True
