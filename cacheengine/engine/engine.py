@@ -198,9 +198,10 @@ class CacheEngine:
         `complete_store` must follow.
         """
         wanted = list(dict.fromkeys(keys))
-        self._watch()
         with self._lock as decider:
+            is_more = decider.watch(self._clock())
             protected = decider.protected(wanted, prefix)
+        self._watch(is_more)
         made = StoreReservation((), (), ())
         # No eviction takes a reserved slot. Between portions others may take free slots, or store
         # one of the chunks: then fewer find room, or that chunk is not wanted any more.
@@ -263,7 +264,6 @@ class CacheEngine:
         # First of all, so that wanted chunks leave the front of the order, where room is looked
         # for.
         self.touch(keys)
-        self._watch()
         self._expire_pins_if_full()
         with self._lock as decider:
             prefix = decider.promotions.begin(keys, pin_s, holder, is_demand=is_demand)
@@ -282,17 +282,18 @@ class CacheEngine:
         with self._lock as decider:
             return decider.may_promote(self._clock())
 
-    def _watch(self) -> None:
+    def _watch(self, is_more: bool) -> None:
         """Give up what waits for a tier that hangs; have a remote tier that failed pinged."""
         # What others queue between two portions is given up, too.
-        is_more = True
         while is_more:
             with self._lock as decider:
                 is_more = decider.watch(self._clock())
 
     def _expire_pins_if_full(self) -> None:
         with self._lock as decider:
+            is_more = decider.watch(self._clock())
             may_pin = decider.pool.may_pin(None)
+        self._watch(is_more)
         if not may_pin:
             # Expired pins count against the limit until they are taken off.
             self.expire_pins()
@@ -348,7 +349,7 @@ class CacheEngine:
         To be called once a second: it also gives up what waits for a tier that hangs, and has a
         remote tier that failed pinged.
         """
-        self._watch()
+        self._watch(is_more=True)
         # A pin that another thread extends meanwhile is not taken off.
         ended, is_more = 0, True
         while is_more:
