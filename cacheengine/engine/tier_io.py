@@ -231,7 +231,7 @@ class TierIo:
                 return decider.promoter.give_up(self.index, self._clock())
             reads = decider.promoter.reads[self.name]
             share = self._share(reads.waiting + reads.begun, self._read_threads)
-            entries = decider.promoter.take(self.name, share)
+            entries = decider.promoter.take(self.name, share, self._clock())
             if not entries:
                 return False
             is_more = reads.waiting > 0

@@ -77,9 +77,9 @@ class Promoter:
                 self._cancel(index, entry, now_s)
                 self._state.pool.remove(entry)
 
-    def take(self, tier: str, most: int) -> list[PoolEntry]:
-        """Begin at most ``most`` reads from a tier; `end` must follow."""
-        return self.reads[tier].take(most)
+    def take(self, tier: str, most: int, now_s: float | None = None) -> list[PoolEntry]:
+        """Begin at most ``most`` reads from a tier; `end` must follow. See `ReadQueue.take`."""
+        return self.reads[tier].take(most, now_s)
 
     def end(
         self,

@@ -37,7 +37,7 @@ class ReadQueue:
         self._last = 0
         # Since when, the oldest first.
         self._begun: dict[bytes, float] = {}
-        # The last time that a read was queued or ended: then others begin.
+        # The last time that a read was queued or ended.
         self._changed_s = -inf
         # When the last read ended; of an idle queue, when it became busy.
         self._moved_s = -inf
@@ -79,17 +79,18 @@ class ReadQueue:
             self._last += 1
             self._demand[key] = (self._last, entry)
 
-    def take(self, most: int) -> list[PoolEntry]:
-        """Begin at most ``most`` reads; `end` must follow for each."""
+    def take(self, most: int, now_s: float | None = None) -> list[PoolEntry]:
+        """Begin at most ``most`` reads; `end` must follow for each.
+
+        ``now_s``: None when the last read was queued or ended.
+        """
         taken: list[PoolEntry] = []
         while len(taken) < most and self.waiting:
             if self._demand:
                 entry = self._demand.popitem(last=False)[1][1]
             else:
                 entry = self._others.popitem(last=False)[1]
-            # A read begins when it is queued or when another one ends, except for the moment that
-            # a thread needs to notice.
-            self._begun[entry.key] = self._changed_s
+            self._begun[entry.key] = self._changed_s if now_s is None else now_s
             taken.append(entry)
         return taken
 
