@@ -262,8 +262,13 @@ class WarmrouteConnector(OffloadingConnector):  # type: ignore[misc]
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Look up a prompt; skip the lookup while the request waits for a promotion."""
-        compute_s = self._manager.engine.steps.prefill_s(request.num_tokens - num_computed_tokens)
-        if self._manager.waits.must_wait(request.request_id, num_computed_tokens, compute_s):
+        engine = self._manager.engine
+        tokens = request.num_tokens - num_computed_tokens
+        compute_s = engine.steps.prefill_s(tokens)
+        chunk_s = compute_s * engine.layout.chunk_tokens / max(1, tokens)
+        if self._manager.waits.must_wait(
+            request.request_id, num_computed_tokens, compute_s, chunk_s
+        ):
             return None, False
         matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(
             request, num_computed_tokens

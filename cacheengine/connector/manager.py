@@ -305,7 +305,8 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
                 return self._want(key, "remote", chunk, req_context)
             case Presence.PENDING | Presence.CPU:
                 # CPU: the chunk became ready after try_hold; the next step holds it.
-                waits = self.waits.wait_for(req_context.req_id, chunk)
+                position = req_context.get_offload_key_position(key) or 0
+                waits = self.waits.want(req_context.req_id, chunk, None, position)
                 return LookupResult.HIT_PENDING if waits else LookupResult.MISS
 
     def _hold(self, chunk: bytes) -> bool:

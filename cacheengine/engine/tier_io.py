@@ -57,6 +57,8 @@ _QUESTIONS_PER_CALL: Final = 4096
 _LEAST_END_S: Final = 0.5
 _SAVE_S: Final = 300.0
 """How often the order of a local tier's chunks is kept, while chunks are written."""
+_NOBODYS_KEY: Final = hashlib.sha256(b"").digest()
+"""Asked for to find out whether a server answers."""
 
 
 class JobRunner(Protocol):
@@ -158,14 +160,10 @@ class TierIo:
         self._write_threads = _REMOTE_WRITE_THREADS if is_shared else config.disk_write_threads
         # These change under the engine's lock only: a batch is taken and counted, and the decision
         # whether to do it still is made, in one step.
-        self.is_reading = True
-        """False: reads not begun yet are given up, and questions are not asked."""
         self.is_writing = True
         """False: puts not begun yet are dropped."""
-        self._being_read = 0
         self._being_written = 0
         self._save_at_s = clock() + _SAVE_S
-        self._read_meter = BandwidthMeter()
         self._write_meter = BandwidthMeter()
         self._readers = make_threads(f"kv-get-{self.name}", self._read_threads)
         self._writers = make_threads(f"kv-put-{self.name}", self._write_threads)
@@ -176,11 +174,12 @@ class TierIo:
 
     def info(self) -> wire.TierInfo:
         """Return the tier's size and speed, under the engine's lock."""
+        reads = self._lock.decider.promoter.reads[self.name].meter
         return wire.TierInfo(
             capacity_bytes=self.index.capacity_bytes,
             used_bytes=self.index.used_bytes,
-            read_bytes_per_s=self._read_meter.bytes_per_s(),
-            read_bytes=self._read_meter.total_bytes,
+            read_bytes_per_s=reads.bytes_per_s(),
+            read_bytes=reads.total_bytes,
             write_bytes_per_s=self._write_meter.bytes_per_s(),
         )
 
@@ -231,23 +230,17 @@ class TierIo:
     def _read_batch(self) -> bool:
         """Read the next batch of the queue; return whether there was more."""
         with self._lock as decider:
-            queued = decider.promoter.waiting(self.name)
-            share = self._share(queued + self._being_read, self._read_threads)
-            entries = decider.promoter.take(self.name, share)
+            if self.index.is_suspended:
+                return decider.promoter.give_up(self.index, self._clock())
+            reads = decider.promoter.reads[self.name]
+            share = self._share(reads.waiting + reads.begun, self._read_threads)
+            entries = decider.promoter.take(self.name, share, self._clock())
             if not entries:
                 return False
-            is_more = queued > len(entries)
-            if not self.is_reading:
-                decider.promoter.give_up(self.index, entries, self._clock())
-                return is_more
-            self._being_read += len(entries)
-            self._read_meter.start(self._clock())
+            is_more = reads.waiting > 0
         outcomes = self._move(self._tier.get_many, entries) or [GetOutcome.FAILED] * len(entries)
         with self._lock as decider:
-            now_s = self._clock()
-            self._read_meter.stop(now_s, outcomes.count(GetOutcome.OK) * self._pool.slot_bytes)
-            self._being_read -= len(entries)
-            decider.promoter.end(self.index, entries, outcomes, now_s)
+            decider.promoter.end(self.index, entries, outcomes, self._clock())
         return is_more
 
     def _move(
@@ -347,16 +340,22 @@ class TierIo:
 
     def _ask_turn(self) -> None:
         """Ask in one call for everything that has come up since the last call."""
-        assert isinstance(self._tier, SharedTier)
+        assert isinstance(self._tier, SharedTier) and isinstance(self.index, SharedIndex)
+        with self._lock:
+            must_ping = self.index.take_ping() and not self.index.is_closed
+        if must_ping:
+            is_answered = bool(self._answers(self._tier.find, [_NOBODYS_KEY]))
+            with self._lock:
+                self.index.pinged(is_answered=is_answered)
         with self._lock as decider:
             keys = decider.promotions.take_questions(_QUESTIONS_PER_CALL)
-            is_wanted = self.is_reading
+            is_wanted = not self.index.is_suspended
         while keys:
             found = self._answers(self._tier.find, keys) if is_wanted else []
             self._note_answers(keys, found)
             with self._lock as decider:
                 keys = decider.promotions.take_questions(_QUESTIONS_PER_CALL)
-                is_wanted = self.is_reading
+                is_wanted = not self.index.is_suspended
 
     def _note_answers(self, keys: Sequence[bytes], found: Sequence[bool]) -> None:
         """Note all answers, then advance the promotions that waited for one; a portion at a time.
@@ -459,7 +458,8 @@ class TierStack:
         """
         with self._lock:
             for io in self.io:
-                io.is_reading = False
+                # Reads not begun are given up, and questions are not asked.
+                io.index.is_closed = True
         for io in self.io:
             io.stop()
         self._join(TierIo.join_writers, drain_s)
@@ -557,9 +557,8 @@ def make_remote(config: EngineConfig, layout: ChunkLayout) -> SharedTier | None:
         readers=_exact_serdes(layout.dtype),
         server=str(url),
     )
-    # A question for a key that nobody stores, so that a server that is down, or a wrong password,
-    # is logged now and not at the first request.
-    if tier.find([hashlib.sha256(b"").digest()]) is not None:
+    # So that a server that is down, or a wrong password, is logged now, not at the first request.
+    if tier.find([_NOBODYS_KEY]) is not None:
         logger.info("remote tier: %s answers, %s", url, serde.name)
     return tier
 

@@ -13,6 +13,9 @@ from cacheengine.tiers.tier import LONGEST_BACKOFF_S, PutOutcome, tier_backoff
 
 _TRIES: Final = 3
 """Writes of one chunk before it is given up."""
+_STUCK_S: Final = 10.0
+"""A tier that ends no write for longer hangs; a large chunk gets more."""
+_SLOWEST_BYTES_S: Final = 10e6
 _MOST_DROPPED: Final = 16_384
 """Chunks remembered whose put was dropped; beyond that the oldest are given up."""
 
@@ -31,7 +34,8 @@ class Cascade:
     An entry whose put is queued or under way is not evicted. After a failure the tier is left
     alone for a while; after the last failure the longest backoff must pass before the tier may
     use its whole capacity again. A put that is dropped is tried again while its chunk is in the
-    pool (`retry`); a put that fails is tried three times in all.
+    pool (`retry`); a put that fails is tried three times in all. While the tier hangs, puts that
+    have not begun are dropped. One that has begun reads its entry's slot, which it keeps.
     """
 
     def __init__(self, state: CacheState, index: LowerIndex, max_queued: int) -> None:
@@ -41,6 +45,9 @@ class Cascade:
         self._max_queued = max_queued
         self._backoff = tier_backoff()
         self._grow_at_s = float("-inf")
+        self._stuck_s = _STUCK_S + state.chunk_bytes / _SLOWEST_BYTES_S
+        # The last time that a put ended, or the first was queued.
+        self._moved_s = float("-inf")
         self._waiting: deque[_Put] = deque()
         self._by_key: dict[bytes, _Put] = {}  # puts under way included
         state.dropped[index.name] = OrderedDict()
@@ -67,7 +74,7 @@ class Cascade:
         if not self._index.is_there or self._is_below(entry.key):
             return
         if self._can_queue(now_s):
-            self._queue(entry, self._dropped.pop(entry.key, 0))
+            self._queue(entry, self._dropped.pop(entry.key, 0), now_s)
         else:
             self._drop(entry, self._dropped.get(entry.key, 0), now_s)
 
@@ -76,9 +83,25 @@ class Cascade:
         return is_queued or (self._index.is_known(key) and not self._index.must_rewrite(key))
 
     def _can_queue(self, now_s: float) -> bool:
-        return not self._backoff.is_on(now_s) and len(self._by_key) < self._max_queued
+        is_free = len(self._by_key) < self._max_queued
+        return is_free and not self._backoff.is_on(now_s) and not self._is_stuck(now_s)
 
-    def _queue(self, entry: PoolEntry, tries: int) -> None:
+    def _is_stuck(self, now_s: float) -> bool:
+        return bool(self._by_key) and now_s - self._moved_s > self._stuck_s
+
+    def watch(self, now_s: float) -> bool:
+        """Drop puts to a tier that hangs, a portion; return whether there are more."""
+        if self._is_stuck(now_s):
+            for _ in range(min(PORTION, len(self._waiting))):
+                put = self._waiting.popleft()
+                self._drop_queued(put)
+                self._leave(put.entry, now_s)
+            return bool(self._waiting)
+        return False
+
+    def _queue(self, entry: PoolEntry, tries: int, now_s: float) -> None:
+        if not self._by_key:
+            self._moved_s = now_s
         self._state.pool.begin_put(entry)
         put = _Put(entry, self._next_number, tries)
         self._next_number += 1
@@ -114,7 +137,7 @@ class Cascade:
                 self._state.remove_if_unwanted(entry, now_s)
             else:
                 self._stats.put_retries += 1
-                self._queue(entry, tries)
+                self._queue(entry, tries, now_s)
 
     def begin(self, most: int, now_s: float) -> tuple[list[PoolEntry], list[bytes]]:
         """Reserve room below for at most ``most`` queued puts, the oldest first.
@@ -170,6 +193,7 @@ class Cascade:
         self, entries: Sequence[PoolEntry], outcomes: Sequence[PutOutcome], now_s: float
     ) -> None:
         """Note how the writes of reserved chunks ended."""
+        self._moved_s = now_s
         for entry, outcome in zip(entries, outcomes, strict=True):
             if outcome is PutOutcome.STORED:
                 self._stored(entry)

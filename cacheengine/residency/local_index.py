@@ -77,7 +77,8 @@ class LocalIndex(LowerIndex):
     def can_read(self, key: bytes, now_s: float) -> bool:
         """Whether the chunk can be found, and is not left alone after a failed read."""
         backoff = self._backoffs.get(key)
-        return key in self and (backoff is None or not backoff.is_on(now_s))
+        is_left_alone = self.is_suspended or (backoff is not None and backoff.is_on(now_s))
+        return not is_left_alone and key in self
 
     def keys(self) -> list[bytes]:
         """Return the keys that can be found: those set aside, then the next to leave first."""

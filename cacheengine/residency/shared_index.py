@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from cacheengine.residency.lower_index import Activity, LowerIndex
-from cacheengine.tiers.tier import GetOutcome, tier_backoff
+from cacheengine.tiers.tier import FIRST_BACKOFF_S, GetOutcome
 
 _MAX_HELD: Final = 1_000_000
 _MAX_ABSENT: Final = 131_072
@@ -27,8 +27,9 @@ _CLEARED: Final = -1
 class SharedIndex(LowerIndex):
     """Keys known to be held, least recent first; keys known to be absent for a while.
 
-    ``max_held`` and ``max_absent`` bound how many are known. A question that the tier does not
-    answer, and a read that fails, begin a short pause in which nothing can be read or asked: the
+    ``max_held`` and ``max_absent`` bound how many are known. After a question that the tier does
+    not answer, and after a read that fails, nothing can be read or asked until a ping is answered:
+    no request waits to find out whether the server is well again. A ping is due every second; the
     store decides for how long a server is left alone.
 
     A server evicts what nobody asks it for. Chunks that are used elsewhere, in CPU RAM, are
@@ -66,7 +67,9 @@ class SharedIndex(LowerIndex):
         # Asked for although they are held, and found to be gone.
         self._renewing: set[bytes] = set()
         self._lost: list[bytes] = []
-        self._backoff = tier_backoff()
+        self._is_down = False
+        self._ping_due_s = 0.0
+        self._must_ping = False
 
     def __len__(self) -> int:
         return len(self._held)
@@ -80,7 +83,11 @@ class SharedIndex(LowerIndex):
 
     def can_read(self, key: bytes, now_s: float) -> bool:
         """Whether the tier is known to hold the chunk and is not being left alone."""
-        return key in self and not self._backoff.is_on(now_s)
+        return key in self and not self._is_left_alone
+
+    @property
+    def _is_left_alone(self) -> bool:
+        return self.is_suspended or self._is_down
 
     def keys(self) -> list[bytes]:
         """Return the keys known to be held, least recent first."""
@@ -111,7 +118,7 @@ class SharedIndex(LowerIndex):
         if key in self._asked:
             return True
         is_absent = self._absent.get(key, now_s) > now_s
-        is_barred = is_absent or self._backoff.is_on(now_s) or len(self._asked) >= _MAX_ASKED
+        is_barred = is_absent or self._is_left_alone or len(self._asked) >= _MAX_ASKED
         if is_barred or self.is_known(key):
             return False
         self._asked[key] = (now_s, self._generation)
@@ -128,7 +135,7 @@ class SharedIndex(LowerIndex):
             self._period_ends_s = now_s + _RENEW_S
         if key in self._fresh or key in self._fresh_before or key not in self:
             return
-        is_barred = self._backoff.is_on(now_s) or len(self._asked) >= _MAX_ASKED
+        is_barred = self._is_left_alone or len(self._asked) >= _MAX_ASKED
         if is_barred or key in self._busy or key in self._asked:
             return
         self._fresh.add(key)
@@ -170,9 +177,8 @@ class SharedIndex(LowerIndex):
         renewed = self._renewing.intersection(keys)
         self._renewing -= renewed
         if found is None:
-            self._backoff.failed(now_s, grows=False)
+            self._failed(now_s)
             return []
-        self._backoff.succeeded()
         learned = []
         for key, is_held, generation in zip(keys, found, asked_in, strict=True):
             if key in renewed and key in self and key not in self._busy:
@@ -189,6 +195,28 @@ class SharedIndex(LowerIndex):
             else:
                 self._miss(key, now_s)
         return learned
+
+    # --- pings ---
+
+    def _failed(self, now_s: float) -> None:
+        if not self._is_down:
+            self._is_down, self._ping_due_s = True, now_s + FIRST_BACKOFF_S
+
+    def wants_ping(self, now_s: float) -> bool:
+        """Whether to find out if a server that failed is well again: then `take_ping`."""
+        if not self._is_down or self._must_ping or now_s < self._ping_due_s:
+            return False
+        self._must_ping, self._ping_due_s = True, now_s + FIRST_BACKOFF_S
+        return True
+
+    def take_ping(self) -> bool:
+        """Whether a ping is to be sent now; then `pinged`."""
+        must_ping, self._must_ping = self._must_ping, False
+        return must_ping
+
+    def pinged(self, *, is_answered: bool) -> None:
+        """Note whether a ping was answered."""
+        self._is_down = not is_answered
 
     # --- writes, reads, deletes ---
 
@@ -230,9 +258,7 @@ class SharedIndex(LowerIndex):
         activity, generation = self._busy.pop(key)
         assert activity is Activity.READING
         if outcome is GetOutcome.FAILED:
-            self._backoff.failed(now_s, grows=False)
-        else:
-            self._backoff.succeeded()
+            self._failed(now_s)
         if outcome in (GetOutcome.MISSING, GetOutcome.DAMAGED):
             self._held.pop(key, None)
             self._miss(key, now_s)

@@ -67,6 +67,10 @@ class RequestedChunks:
         """Whether each of the chunks is in the pool or has a slot to be read into."""
         return self._promotion is None or self._promotion.counts.missing == 0
 
+    def leave(self) -> None:
+        """Give up the reads of chunks that will not be sent, and end their pins."""
+        self._engine.leave(self.keys, self._holder)
+
     @contextlib.contextmanager
     def hold(self, key: bytes) -> Iterator[memoryview | None]:
         """Hold a chunk and yield its bytes; None if the engine no longer has it."""
@@ -138,13 +142,17 @@ class ChunkSender:
 
         Raises the channel's exceptions and `ProtocolError`.
         """
-        while self._receive_gets():
-            for key in self._gets[0].keys:
-                # The next get is received here, so that it is read while this one is sent.
-                self._receive_gets()
-                if not self._send(self._gets[0], key):
-                    return
-            self._gets.popleft()
+        try:
+            while self._receive_gets():
+                for key in self._gets[0].keys:
+                    # The next get is received here, so that it is read while this one is sent.
+                    self._receive_gets()
+                    if not self._send(self._gets[0], key):
+                        return
+                self._gets.popleft()
+        finally:
+            for get in self._gets:
+                get.leave()
 
     def _receive_gets(self) -> bool:
         """Receive gets, waiting only if nothing is left to send; return False at the end."""

@@ -58,7 +58,7 @@ class Scheduler:
 
     def must_wait(self) -> bool:
         compute_s = float("inf")  # no rate is known
-        return self.manager.waits.must_wait(self.context.req_id, 0, compute_s)
+        return self.manager.waits.must_wait(self.context.req_id, 0, compute_s, compute_s)
 
     def end_step(self) -> None:
         self.manager.on_schedule_end(self._end)
@@ -215,7 +215,8 @@ def test_a_disk_that_hangs_is_not_waited_for(
         assert scheduler.lookup(1) == ["RETRY"]
     scheduler.end_step()
     assert scheduler.must_wait()
-    scheduler.bench.clock.advance(5.0)
+    wait_until(lambda: tier.get_count == 1)
+    scheduler.bench.clock.advance(5.1)
     assert not scheduler.must_wait()
     assert scheduler.lookup(1) == ["MISS"]
     tier.gets.set()

@@ -174,6 +174,10 @@ def test_found_chunks_are_news(make_bench: MakeBench, remote: ScriptedRemote) ->
     assert _tiers(bench) == {"cpu": 0, "remote": 1}
 
 
+def _wait_for_questions(remote: ScriptedRemote, count: int) -> None:
+    wait_until(lambda: len(remote.questions) == count)
+
+
 def test_a_dead_remote_is_a_miss_and_is_left_alone(
     make_bench: MakeBench, remote: ScriptedRemote
 ) -> None:
@@ -183,13 +187,41 @@ def test_a_dead_remote_is_a_miss_and_is_left_alone(
     assert bench.engine.lookup(key(3)) is Presence.MISS
     assert bench.promote(keys(3)) == (0, 0, 1)
     assert len(remote.questions) == 1
+    # No request finds out whether it is well again: a ping does.
+    for number in range(2, 5):
+        bench.clock.advance(1)
+        assert bench.engine.lookup(key(3)) is Presence.MISS
+        assert len(remote.questions) == number - 1
+        bench.engine.expire_pins()
+        _wait_for_questions(remote, number)
+    assert not {*keys(3)} & {*remote.questions[-1]}
+    assert bench.engine.stats().remote.unanswered == 2
+    remote.answers = True
     bench.clock.advance(1)
-    assert bench.engine.lookup(key(3)) is Presence.UNKNOWN
-    assert _look(bench, 3) is Presence.MISS
-    bench.clock.advance(0.9)
-    assert bench.engine.lookup(key(3)) is Presence.MISS
-    assert bench.engine.stats().remote.unanswered == 3
-    assert len(remote.questions) == 2
+    bench.engine.expire_pins()
+    wait_until(lambda: bench.engine.lookup(key(3)) is Presence.UNKNOWN)
+
+
+def test_a_server_that_hangs_is_pinged_and_keeps_no_request(
+    make_bench: MakeBench, remote: ScriptedRemote
+) -> None:
+    """8 of 66 requests waited 2 s each: the first after each pause was the one to find out."""
+    bench = make_bench(4, remote=remote)
+    remote.answers = False
+    assert bench.promote(keys(1)) == (0, 0, 1)
+    remote.finds.clear()
+    for number in range(10, 50):
+        bench.clock.advance(1.0)
+        bench.engine.expire_pins()
+        assert bench.engine.lookup(key(number)) is Presence.MISS
+        assert bench.promote(keys(number)) == (0, 0, 1)
+    wait_until(lambda: len(remote.questions) == 2)
+    asker = tier_stack(bench.engine).io[1]._asker
+    assert isinstance(asker, IoThreads)
+    assert asker._jobs.qsize() <= 1, "they do not pile up"
+    remote.answers = True
+    remote.finds.set()
+    wait_until(lambda: bench.engine.lookup(key(1)) is Presence.UNKNOWN)
 
 
 def test_a_remote_that_hangs_keeps_no_request(
@@ -229,6 +261,8 @@ def test_a_read_that_fails_rests_the_remote(make_bench: MakeBench, remote: Scrip
     assert bench.engine.stats().remote.io_errors == 1
     remote.get_outcome = GetOutcome.OK
     bench.clock.advance(1.1)
+    bench.engine.expire_pins()
+    wait_until(lambda: bench.engine.lookup(key(1)) is Presence.REMOTE)
     assert bench.promote(keys(1, 2)) == (0, 2, 0)
 
 

@@ -85,24 +85,22 @@ def test_what_is_being_read_is_not_forgotten() -> None:
     index.check()
 
 
-def test_a_tier_that_does_not_answer_is_left_alone_for_a_second_each_time() -> None:
-    """Its store decides for how long the server is: two rests that grow would hide its return."""
+def test_a_tier_that_does_not_answer_is_left_alone_until_a_ping_is_answered() -> None:
+    """Questions and reads of requests would wait to find out."""
     index = _index(9)
-    now_s = NOW_S
-    for rest_s in (1.0, 1.0, 1.0):
-        assert index.ask(key(1), now_s)
-        assert index.answered(index.take_questions(1), None, now_s) == []
-        assert not index.ask(key(2), now_s + rest_s - 0.1)
-        assert not index.can_read(key(9), now_s + rest_s - 0.1)
+    assert index.ask(key(1), NOW_S) and not index.wants_ping(NOW_S)
+    assert index.answered(index.take_questions(1), None, NOW_S) == []
+    for second in range(1, 4):
+        now_s = NOW_S + second
+        assert not index.wants_ping(now_s - 0.1)
+        assert index.wants_ping(now_s) and index.take_ping() and not index.take_ping()
+        index.pinged(is_answered=False)
+        assert not index.ask(key(2), now_s) and not index.can_read(key(9), now_s)
         assert key(9) in index  # known all the same
-        now_s += rest_s
-        assert index.can_read(key(9), now_s)
-    index.ask(key(1), now_s)
-    index.answered(index.take_questions(1), [False], now_s)
-    index.ask(key(2), now_s)
-    index.answered(index.take_questions(1), None, now_s)
-    assert not index.ask(key(3), now_s + 0.9)
-    assert index.ask(key(3), now_s + 1.0)
+    assert index.wants_ping(NOW_S + 4) and index.take_ping()
+    index.pinged(is_answered=True)
+    assert index.ask(key(2), NOW_S + 4) and index.can_read(key(9), NOW_S + 4)
+    assert not index.wants_ping(NOW_S + 9)
 
 
 def test_a_read_that_fails_begins_a_rest_and_one_that_misses_an_absence() -> None:
@@ -110,7 +108,9 @@ def test_a_read_that_fails_begins_a_rest_and_one_that_misses_an_absence() -> Non
     index.begin_read(key(1))
     assert not index.end_read(key(1), GetOutcome.FAILED, NOW_S)
     assert key(1) in index
-    assert not index.can_read(key(2), NOW_S + 0.9)
+    assert not index.can_read(key(2), NOW_S + 5)
+    index.pinged(is_answered=True)
+    assert index.can_read(key(2), NOW_S + 5)
     index.begin_read(key(2))
     assert not index.end_read(key(2), GetOutcome.MISSING, NOW_S + 5)
     assert key(2) not in index

@@ -13,7 +13,9 @@ from cacheengine.record import TransferMeter
 from cacheengine.transfer import protocol
 from cacheengine.transfer.fetch import Fetch
 from cacheengine.transfer.protocol import Channel, Checksums, ChunkDigests
+from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.helpers import CHUNK_BYTES, Bench, keys, layout, payload, wait_until
+from tests.cacheengine.scripted_tier import ScriptedTier
 from tests.cacheengine.transfer.conftest import (
     LAYOUT,
     PREFIX,
@@ -281,6 +283,24 @@ def test_a_destination_that_reads_nothing_times_out(source: Bench, serve: Serve)
     wait_until(lambda: peer.meter.stats().send_failures == 1)
     wait_until(lambda: peer.server.num_connections == 0)
     assert_idle(source)
+    channel.close()
+
+
+def test_what_a_connection_leaves_unsent_is_not_read(make_bench: MakeBench, serve: Serve) -> None:
+    """It ends at a chunk that is missing; of the others only what had begun is read."""
+    tier = ScriptedTier(held=PREFIX)
+    bench = make_bench(64, tier=tier)
+    tier.gets.clear()
+    peer = serve(bench, timeout_s=0.5)
+    channel = ask(peer.address)
+    wait_until(lambda: tier.get_count > 0)
+    bench.engine.clear(keys=PREFIX[:1])
+    wait_until(lambda: peer.server.num_connections == 0)
+    began = tier.get_count
+    assert bench.engine.stats().cpu_used_bytes < 20 * CHUNK_BYTES
+    tier.gets.set()
+    wait_until(lambda: bench.engine.stats().disk.get_misses == began)
+    assert tier.get_count == began < 20
     channel.close()
 
 
