@@ -94,7 +94,7 @@ class Cascade:
         if self._is_stuck(now_s):
             for _ in range(min(PORTION, len(self._waiting))):
                 put = self._waiting.popleft()
-                self._drop_queued(put)
+                self._drop_queued(put, now_s)
                 self._leave(put.entry, now_s)
             return bool(self._waiting)
         return False
