@@ -424,7 +424,7 @@ def test_chunks_used_in_ram_are_asked_for_again_and_put_again_if_they_are_gone(
     bench.clock.advance(500)
     bench.engine.touch(keys(1, 2))
     assert remote.questions == []
-    bench.clock.advance(1000)
+    bench.clock.advance(200)
     bench.engine.touch(keys(1, 2))
     wait_until(lambda: remote.chunks == {chunk: payload(chunk) for chunk in keys(1, 2)})
     bench.finish_puts()

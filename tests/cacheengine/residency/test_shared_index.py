@@ -103,6 +103,55 @@ def test_a_tier_that_does_not_answer_is_left_alone_until_a_ping_is_answered() ->
     assert not index.wants_ping(NOW_S + 9)
 
 
+def _renew(index: SharedIndex, now_s: float, *, found: bool | None = True) -> list[bytes]:
+    """Use chunk 1 elsewhere; return what is asked for, and answer it."""
+    index.renew(key(1), now_s)
+    asked = index.take_questions(100)
+    index.answered(asked, None if found is None else [found] * len(asked), now_s)
+    return asked
+
+
+def test_a_used_chunk_is_asked_for_again_every_ten_minutes() -> None:
+    index = _index(1)
+    assert _renew(index, NOW_S + 599) == []
+    assert _renew(index, NOW_S + 600) == keys(1)
+    assert _renew(index, NOW_S + 1199) == []
+    assert _renew(index, NOW_S + 1200, found=False) == keys(1)
+    assert index.take_lost() == keys(1)
+    index.check()
+
+
+def test_after_an_outage_a_used_chunk_is_asked_for_again() -> None:
+    """A server that was restarted may be empty."""
+    index = _index(1)
+    assert _renew(index, NOW_S + 600, found=None) == keys(1)
+    assert _renew(index, NOW_S + 601) == []
+    index.pinged(is_answered=True)
+    assert _renew(index, NOW_S + 602) == keys(1)
+    assert _renew(index, NOW_S + 603) == []
+    index.check()
+
+
+def test_a_read_that_is_given_up_says_nothing_about_the_chunk() -> None:
+    index = _index(1)
+    index.begin_read(key(1))
+    index.end_read(key(1), GetOutcome.OK, NOW_S + 599)
+    assert _renew(index, NOW_S + 600) == keys(1)
+
+
+def test_what_is_known_of_chunks_that_are_never_used_is_bounded() -> None:
+    index = _index(max_held=4, max_absent=4)
+    for number in range(20):
+        index.reserve(key(number))
+        index.publish(key(number))
+        index.ask(key(100 + number), NOW_S)
+        index.answered(index.take_questions(1), [True], NOW_S)
+        index.begin_read(key(number))
+        index.end_read(key(number), GetOutcome.OK, NOW_S)
+    index.take_forgotten()
+    index.check()
+
+
 def test_a_read_that_fails_begins_a_rest_and_one_that_misses_an_absence() -> None:
     index = _index(1, 2)
     index.begin_read(key(1))
