@@ -454,8 +454,9 @@ class TierStack:
     def close(self, drain_s: float) -> bool:
         """Write queued puts for at most ``drain_s``, end the I/O; False if a thread still hangs.
 
-        Waits half as long again for I/O that has begun.
+        Waits half as long again for I/O that has begun, and to keep the order of what is on disk.
         """
+        ends_s = time.monotonic() + drain_s + max(_LEAST_END_S, drain_s / 2)
         with self._lock:
             for io in self.io:
                 # Reads not begun are given up, and questions are not asked.
@@ -470,11 +471,18 @@ class TierStack:
         if self.remote is not None:
             # Before its threads end: calls that wait for its server fail now.
             self.remote.close()
-        ended = self._join(TierIo.join, max(_LEAST_END_S, drain_s / 2))
-        if ended:
+        ended = self._join(TierIo.join, ends_s - time.monotonic())
+        # On a thread, since an idle disk may hang, too.
+        last = IoThreads("kv-end", 1)
+        last.submit(partial(self._end_local, saves=ended))
+        last.stop()
+        last.join(ends_s - time.monotonic())
+        return ended
+
+    def _end_local(self, *, saves: bool) -> None:
+        if saves:
             self.io[0].save_order(is_final=True)
         self.local.close()
-        return ended
 
     def _join(self, join: Callable[[TierIo, float], bool], timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s

@@ -74,6 +74,13 @@ class ScriptedTier(Scripted, LocalTier):
         self.item_bytes = CHUNK_BYTES
         self.capacity_bytes = items * CHUNK_BYTES
         self.held_at_start = list(held)
+        self.saves = threading.Event()
+        self.saves.set()
+        self.saved: list[bytes] | None = None
+
+    def save(self, keys: Sequence[bytes], *, is_final: bool) -> None:
+        assert self.saves.wait(20)
+        self.saved = [*keys] if is_final else self.saved
 
     def scan(self) -> list[bytes]:
         return self.held_at_start

@@ -434,6 +434,29 @@ def test_close_is_bounded_when_the_disk_is_slow(make_bench: MakeBench, tier: Scr
     assert bench.engine.stats().put_queue_bytes == 0
 
 
+def test_close_keeps_the_order_of_the_chunks_on_disk(
+    make_bench: MakeBench, tier: ScriptedTier
+) -> None:
+    bench = _bench(make_bench, tier)
+    bench.store(keys(1, 2))
+    bench.engine.close()
+    assert tier.saved is not None
+    assert {*tier.saved} == {*keys(1, 2)}
+
+
+def test_close_is_bounded_when_an_idle_disk_hangs(
+    make_bench: MakeBench, tier: ScriptedTier
+) -> None:
+    bench = _bench(make_bench, tier)
+    bench.store(keys(1))
+    bench.finish_puts()
+    tier.saves.clear()
+    bench.engine.close(drain_s=0.1)
+    assert tier.saved is None
+    tier.saves.set()
+    wait_until(lambda: tier.saved == keys(1))
+
+
 def test_after_close_nothing_hangs(make_bench: MakeBench, tier: ScriptedTier) -> None:
     bench = _on_disk(make_bench, tier, 1)
     bench.engine.prepare_store(keys(2))
