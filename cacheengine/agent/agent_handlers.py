@@ -234,8 +234,12 @@ class AgentHandlers:
         tokens = call.tokens or []
         _check_count(len(tokens) // self.identity.chunk_tokens)
         extra, first = prompt_extra_keys(cache_salt=call.cache_salt, lora=call.lora)
-        chain = self._scheme.chain(
-            tokens, self.identity.block_tokens, extra_keys=extra, first_extra_keys=first
+        # A long prompt is hashed in a thread: other calls would wait for it.
+        chain = await asyncio.to_thread(
+            self._scheme.chain,
+            *(tokens, self.identity.block_tokens),
+            extra_keys=extra,
+            first_extra_keys=first,
         )
         keys = chunk_keys(chain, self.identity.chunk_tokens // self.identity.block_tokens)
         return await self._stored(keys, call.lora)

@@ -165,6 +165,10 @@ logger = logging.getLogger("vllm.warmroute")
 
 _KEY64_BYTES: Final = 8
 _MOST_ADAPTERS: Final = 65_536
+_CHECK_S: Final = 1.0
+_LEAST_CHECK_S: Final = 0.05
+_CHECK_SHARE: Final = 0.05
+"""The most of one processor that checks of many adapters' files may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +217,9 @@ class _Loaded:
 class KvVersions:
     """The versions of one replica's KV over time. Thread-safe.
 
-    ``locate`` returns the files of an adapter, given its path; None if it cannot find them.
+    ``locate`` returns the files of an adapter, given its path; None if it cannot find them. A
+    thread looks at the files of loaded adapters (`start_checking`): the scheduler must not wait for
+    a file system.
     """
 
     def __init__(self, locate: Callable[[str], WeightFiles | None] | None = None) -> None:
@@ -228,8 +234,53 @@ class KvVersions:
         self._loaded: OrderedDict[tuple[int, str, str], _Loaded | None] = OrderedDict()
         # vLLM's thread loads and uses adapters; the agent's thread looks them up by name.
         self._lock = threading.Lock()
+        self._is_wanted = threading.Event()
+        self._stopped = threading.Event()
         self.empty_gpu: Callable[[], bool] = lambda: True
         """Clears vLLM's own cache; returns False if that is in use."""
+
+    def start_checking(self) -> None:
+        """Call `check_adapters` on a thread until `stop_checking`.
+
+        That is once a second, and when a request with an adapter arrives: before its first chunk is
+        computed, as a rule.
+        """
+        threading.Thread(target=self._check, name="kv-adapters", daemon=True).start()
+
+    def stop_checking(self) -> None:
+        """End that; a thread that waits for a file system is not waited for."""
+        self._stopped.set()
+        self._is_wanted.set()
+
+    def _check(self) -> None:
+        took_s = 0.0
+        while not self._stopped.wait(max(_LEAST_CHECK_S, took_s / _CHECK_SHARE)):
+            self._is_wanted.wait(_CHECK_S)
+            self._is_wanted.clear()
+            began_s = time.monotonic()
+            self.check_adapters()
+            took_s = time.monotonic() - began_s
+
+    def check_adapters(self) -> None:
+        """Stop caching for adapters whose files have changed since they were loaded.
+
+        vLLM reads the files again after it has dropped an adapter to free memory.
+        """
+        with self._lock:
+            loaded = [each for each in self._loaded.items() if each[1] is not None]
+        for load, before in loaded:
+            _, name, path = load
+            if before is None or self._states(path) == before.states:
+                continue
+            with self._lock:
+                if self._loaded.get(load) is not before:
+                    continue
+                self._loaded[load] = None
+            logger.warning(
+                "LoRA adapter %s: its files in %s have changed since it was loaded. Its KV is "
+                "cached in the GPU only; unload the adapter and load it again",
+                *(name, path),
+            )
 
     def weights_changed(self) -> None:
         """Begin an epoch: chunks stored so far are no longer found, in any tier."""
@@ -263,8 +314,11 @@ class KvVersions:
 
     def adapter_states(self, adapter: LoraAdapter) -> FileStates | None:
         """Return the state of an adapter's files now; None if they cannot be read."""
+        return self._states(adapter.path)
+
+    def _states(self, path: str) -> FileStates | None:
         try:
-            files = self._locate(adapter.path)
+            files = self._locate(path)
             return files.states() if files else None
         except OSError:
             return None
@@ -280,6 +334,7 @@ class KvVersions:
                 return KvVersion(self._epoch)
             name = (adapter.name, adapter.path)
             digest = self._digest(adapter)
+            self._is_wanted.set()
             if digest is None or name in self._stale_adapters:
                 return UNCACHED
             return KvVersion(self._epoch, digest)
@@ -314,20 +369,10 @@ class KvVersions:
         """Return the digest of the files that vLLM loaded the adapter from; None if unknown."""
         load = (adapter.load_id, adapter.name, adapter.path)
         if load not in self._loaded:
+            # Nobody has announced it: vLLM's workers read its files in this step, too.
             self._remember(adapter, self._read(adapter.path))
         loaded = self._loaded[load]
-        if loaded is None:
-            return None
-        # vLLM reads the files again after it has dropped the adapter to free memory.
-        if self.adapter_states(adapter) != loaded.states:
-            logger.warning(
-                "LoRA adapter %s: its files in %s have changed since it was loaded. Its KV is "
-                "cached in the GPU only; unload the adapter and load it again",
-                *(adapter.name, adapter.path),
-            )
-            self._loaded[load] = None
-            return None
-        return loaded.digest
+        return None if loaded is None else loaded.digest
 
     def _remember(self, adapter: LoraAdapter, loaded: _Loaded | None) -> None:
         name = (adapter.name, adapter.path)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import socket
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -138,6 +139,24 @@ async def test_lookup_by_tokens_and_by_keys_tells_the_tiers(rig: Rig) -> None:
     assert await rig.post("/lookup", {"keys": [chunk.hex() for chunk in CHUNKS]}) == expected
     salted = await rig.post("/lookup", {"tokens": TOKENS, "cache_salt": "other tenant"})
     assert salted["matched_tokens"] == 0
+
+
+async def test_a_long_prompt_is_hashed_while_other_calls_are_answered(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end, hashed = threading.Event(), threading.Event(), HashScheme.chain
+
+    def chain(*args: Any, **options: Any) -> list[bytes]:
+        begun.set()
+        assert may_end.wait(20)
+        return hashed(*args, **options)
+
+    monkeypatch.setattr(HashScheme, "chain", chain)
+    asked = asyncio.create_task(rig.post("/lookup", {"tokens": TOKENS}))
+    assert await asyncio.to_thread(begun.wait, 20)
+    await rig.get("/health")
+    may_end.set()
+    assert (await asked)["matched_tokens"] == 0
 
 
 async def test_lookup_in_one_tier_counts_that_alone(rig: Rig) -> None:
