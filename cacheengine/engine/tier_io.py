@@ -564,6 +564,7 @@ def make_remote(config: EngineConfig, layout: ChunkLayout) -> SharedTier | None:
         serde,
         readers=_exact_serdes(layout.dtype),
         server=str(url),
+        secret=config.fleet_secret,
     )
     # So that a server that is down, or a wrong password, is logged now, not at the first request.
     if tier.find([_NOBODYS_KEY]) is not None:
