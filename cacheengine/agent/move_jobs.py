@@ -139,24 +139,14 @@ class MoveJobs:
                 "give the source's 'tier' from which to remove the chunks, or set 'copy'"
             )
         self._check_load(0)
-        asked, tier, engine = len(keys), request.source.tier, self._engine
         source = PeerAgent(self._caller, request.source.agent_url)
-        if request.source.transfer_address:
-            address = _transfer_address(request.source)
-            if self._caller.secret is not None:
-                await asyncio.to_thread(self._check_is_of_fleet, request.source, address)
-            info = await source.info()
-            address = self._check_source(request, info, address)
-            held = (await source.lookup(keys, tier)).matched_tokens
-            keys = keys[: held // self._identity.chunk_tokens]
-        else:
-            address = None
-            self._check_within(request)
-            keys = keys[: engine.held_in(keys, tier) if tier else len(engine.match(keys))]
-        where = f"{tier} tier holds" if tier else "tiers hold"
-        nothing = "" if keys else f"the source's {where} none of it"
-        if not asked:
+        held, address = await self._held_at_source(request, keys, source)
+        nothing = ""
+        if not keys:
             nothing = f"less than a chunk of {self._identity.chunk_tokens} tokens is never kept"
+        elif not held:
+            nothing = f"the source's tier ({request.source.tier or 'any'}) has none of it"
+        keys = keys[:held]
         # Other jobs may have started while the source was asked.
         self._check_load(len(keys))
         move = MoveJob(
@@ -171,6 +161,23 @@ class MoveJobs:
         self._running[task] = move
         task.add_done_callback(lambda done: self._running.pop(done, None))
         return move
+
+    async def _held_at_source(
+        self, request: wire.MoveRequest, keys: list[bytes], source: PeerAgent
+    ) -> tuple[int, tuple[str, int] | None]:
+        """Return how many chunks the source holds, and where to fetch them unless it is here."""
+        tier = request.source.tier
+        if not request.source.transfer_address:
+            self._check_within(request)
+            if tier is None:
+                return len(self._engine.match(keys)), None
+            return self._engine.held_in(keys, tier), None
+        address = _transfer_address(request.source)
+        if self._caller.secret is not None:
+            await asyncio.to_thread(self._check_is_of_fleet, request.source, address)
+        is_here = self._check_source(request, await source.info())
+        held = (await source.lookup(keys, tier)).matched_tokens // self._identity.chunk_tokens
+        return held, None if is_here else address
 
     async def status(self, event_id: str, wait_s: float) -> wire.MoveStatus | None:
         """Return a job's status when it has ended, or after ``wait_s``.
@@ -234,15 +241,13 @@ class MoveJobs:
                 f"the source and the destination are both this replica's {request.tier} tier"
             )
 
-    def _check_source(
-        self, request: wire.MoveRequest, info: wire.InstanceInfo, address: tuple[str, int]
-    ) -> tuple[str, int] | None:
-        """Return the source's transfer address; None if the source is this replica."""
+    def _check_source(self, request: wire.MoveRequest, info: wire.InstanceInfo) -> bool:
+        """Whether the source is this replica."""
         if request.source.tier is not None:
             self._check_tier(request.source.tier, f"the source, {info.instance_id},", info.tiers)
         if info.incarnation == self._engine.incarnation:
             self._check_within(request)
-            return None
+            return True
         layout = self._engine.layout.fingerprint()
         if info.layout != layout:
             raise BadRequestError(
@@ -254,7 +259,7 @@ class MoveJobs:
             raise BadRequestError(
                 f"{info.instance_id} does not serve chunks: set its distributed_url"
             )
-        return address
+        return False
 
     def _remember(self, status: wire.MoveStatus) -> None:
         self._ended[status.event_id] = status

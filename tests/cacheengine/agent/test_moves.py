@@ -194,7 +194,7 @@ async def test_an_operators_copy_is_not_in_vain(fleet: Fleet) -> None:
     [
         # The example of LMCache's documentation.
         (12, "nothing to move: less than a chunk of 256 tokens is never kept"),
-        (300, "nothing to move: the source's cpu tier holds none of it"),
+        (300, "nothing to move: the source's tier (cpu) has none of it"),
     ],
 )
 async def test_nothing_to_move_is_done_at_once(fleet: Fleet, tokens: int, why: str) -> None:
