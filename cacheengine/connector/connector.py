@@ -270,9 +270,17 @@ class WarmrouteConnector(OffloadingConnector):  # type: ignore[misc]
             request.request_id, num_computed_tokens, compute_s, chunk_s
         ):
             return None, False
+        # What limits a load besides: without vLLM's answer to it nothing is remembered.
+        limit = getattr(self, "_max_loadable_tokens", None)
+        most = limit(request, num_computed_tokens) if limit is not None else object()
+        asked = request.num_tokens, num_computed_tokens, most
+        known = self._manager.looked_up(request.request_id, asked)
+        if known is not None:
+            return known
         matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(
             request, num_computed_tokens
         )
+        self._manager.note_lookup(request.request_id, asked, matched)
         return matched
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:

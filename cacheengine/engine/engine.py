@@ -90,6 +90,7 @@ class CacheEngine:
         if pool.slot_bytes != layout.chunk_bytes:
             raise ValueError(f"slots have {pool.slot_bytes} bytes, chunks {layout.chunk_bytes}")
         self.layout = layout
+        self.slots = pool.num_slots
         self.incarnation = uuid.uuid4().hex
         self.steps = StepMeter()
         """What the model's steps take, added by the scheduler's thread."""
@@ -502,7 +503,7 @@ class CacheEngine:
 
     def tier_info(self) -> dict[str, wire.TierInfo]:
         """Return size and speed of each tier there is; the remote tier's size is not known (0)."""
-        slots, each = self._pool.num_slots, self._pool.slot_bytes
+        slots, each = self.slots, self._pool.slot_bytes
         with self._lock as decider:
             used = len(decider.pool)
             cpu = wire.TierInfo(

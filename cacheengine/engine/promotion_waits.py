@@ -259,6 +259,10 @@ class PromotionWaits:
         """Note that a chunk is ready: promoting the chunks behind it must not evict it."""
         self._found.setdefault(req_id, []).append(chunk)
 
+    def found_for(self, req_id: str) -> Sequence[bytes]:
+        """Return the chunks that this step's lookups found for a request."""
+        return self._found.get(req_id, ())
+
     def tier_of(self, req_id: str, chunk: bytes) -> str | None:
         """Return the tier where a request's chunk was found below the pool, if it was."""
         wait = self._waits.get(req_id)
