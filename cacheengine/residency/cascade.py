@@ -9,13 +9,13 @@ from cacheengine.residency.decisions import PORTION
 from cacheengine.residency.lower_index import LowerIndex
 from cacheengine.residency.pool_index import PoolEntry
 from cacheengine.residency.state import CacheState
+from cacheengine.tiers.store import SLOWEST_BYTES_S
 from cacheengine.tiers.tier import LONGEST_BACKOFF_S, PutOutcome, tier_backoff
 
 _TRIES: Final = 3
 """Writes of one chunk before it is given up."""
 _STUCK_S: Final = 10.0
 """A tier that ends no write for longer hangs; a large chunk gets more."""
-_SLOWEST_BYTES_S: Final = 10e6
 _MOST_DROPPED: Final = 16_384
 """Chunks remembered whose put was dropped; beyond that the oldest are given up."""
 
@@ -45,7 +45,7 @@ class Cascade:
         self._max_queued = max_queued
         self._backoff = tier_backoff()
         self._grow_at_s = float("-inf")
-        self._stuck_s = _STUCK_S + state.chunk_bytes / _SLOWEST_BYTES_S
+        self._stuck_s = _STUCK_S + state.chunk_bytes / SLOWEST_BYTES_S
         # The last time that a put ended, or the first was queued.
         self._moved_s = float("-inf")
         self._waiting: deque[_Put] = deque()

@@ -10,6 +10,7 @@ from typing import Final
 
 from cacheengine.record import BandwidthMeter
 from cacheengine.residency.pool_index import PoolEntry
+from cacheengine.tiers.store import SLOWEST_BYTES_S
 
 _QUIET_S: Final = 0.25
 """Reads may end this long after one another without anything being wrong."""
@@ -17,7 +18,6 @@ _FRESH_S: Final = 10.0
 """How long a measured speed is believed."""
 _STUCK_S: Final = 5.0
 """A tier with a read under way for longer hangs; a large chunk gets more."""
-_SLOWEST_BYTES_S: Final = 10e6
 
 
 class ReadQueue:
@@ -30,7 +30,7 @@ class ReadQueue:
     def __init__(self, chunk_bytes: int) -> None:
         self.meter = BandwidthMeter()
         self._chunk_bytes = chunk_bytes
-        self._stuck_s = _STUCK_S + chunk_bytes / _SLOWEST_BYTES_S
+        self._stuck_s = _STUCK_S + chunk_bytes / SLOWEST_BYTES_S
         # With their numbers in the order of queueing. Cancelled ones leave a gap.
         self._demand: OrderedDict[bytes, tuple[int, PoolEntry]] = OrderedDict()
         self._others: OrderedDict[bytes, PoolEntry] = OrderedDict()
