@@ -85,6 +85,10 @@ class ScriptedTier(Scripted, LocalTier):
     def scan(self) -> list[bytes]:
         return self.held_at_start
 
+    def close(self) -> None:
+        super().close()
+        self.saves.set()
+
 
 class ScriptedRemote(Scripted, SharedTier):
     """A shared tier; ``server`` is what several of them have in common."""

@@ -59,6 +59,23 @@ def test_without_local_cpu_no_chunk_is_lost_for_a_full_queue(
     assert bench.engine.stats().cpu_used_bytes == 0
 
 
+def test_without_local_cpu_a_disk_that_hangs_loses_no_chunk(
+    make_bench: MakeBench, tier: ScriptedTier
+) -> None:
+    """What was queued for it stays in the pool until the disk answers."""
+    bench = make_bench(8, config(Path("unused"), local_cpu=False), tier=tier)
+    tier.puts.clear()
+    bench.store(keys(1, 2, 3, 4, 5, 6))
+    wait_until(lambda: len(tier.put_batches) == 2)
+    _let_time_pass(bench, 11)
+    assert bench.engine.stats().disk.put_drops == 4
+    assert bench.has_right_bytes(keys(6))
+    tier.puts.set()
+    wait_until(lambda: _holds(tier, 1, 2, 3, 4, 5, 6))
+    bench.finish_puts()
+    assert bench.engine.stats().cpu_used_bytes == 0
+
+
 def test_without_local_cpu_a_chunk_leaves_when_its_put_is_given_up(
     make_bench: MakeBench, tier: ScriptedTier
 ) -> None:

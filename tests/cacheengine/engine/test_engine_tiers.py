@@ -444,6 +444,19 @@ def test_close_keeps_the_order_of_the_chunks_on_disk(
     assert {*tier.saved} == {*keys(1, 2)}
 
 
+def test_a_disk_that_hangs_while_its_index_is_written_takes_one_thread(
+    make_bench: MakeBench, tier: ScriptedTier
+) -> None:
+    bench = _bench(make_bench, tier)
+    tier.saves.clear()
+    bench.clock.advance(301)
+    for number in range(4):
+        bench.store(keys(number))
+        wait_until(lambda wanted=number: key(wanted) in tier.chunks)
+    assert tier.saved is None
+    bench.finish_puts()
+
+
 def test_close_is_bounded_when_an_idle_disk_hangs(
     make_bench: MakeBench, tier: ScriptedTier
 ) -> None:
