@@ -260,7 +260,8 @@ class Waiting:
 
     def ask(self, computed: int = 0) -> tuple[int | None, bool]:
         """Ask in a step of its own."""
-        matched: Any = self.connector.get_num_new_matched_tokens(self.request, computed)
+        matched: tuple[int | None, bool]
+        matched = self.connector.get_num_new_matched_tokens(self.request, computed)
         self.scheduler.end_step()
         return matched
 

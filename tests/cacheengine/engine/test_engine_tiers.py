@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -452,7 +453,7 @@ def test_a_disk_that_hangs_while_its_index_is_written_takes_one_thread(
     bench.clock.advance(301)
     for number in range(4):
         bench.store(keys(number))
-        wait_until(lambda wanted=number: key(wanted) in tier.chunks)
+        wait_until(partial(tier.chunks.__contains__, key(number)))
     assert tier.saved is None
     bench.finish_puts()
 
