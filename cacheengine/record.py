@@ -49,11 +49,6 @@ class TierStats:
     found: int = counter("Chunks asked for that a shared tier held.")
     unanswered: int = counter("Chunks that a shared tier was asked for and gave no answer.")
 
-    @property
-    def reads_ended(self) -> int:
-        """Reads that the tier has answered: the chunk, missing, or damaged."""
-        return self.gets + self.get_misses + self.corrupt
-
 
 @dataclass(slots=True)
 class EngineStats:

@@ -21,6 +21,9 @@ from simulator.model.sim_request import SimRequest
 class SchedulerEngine(Promotes, Protocol):
     """What of `cacheengine.engine.CacheEngine` a scheduler calls."""
 
+    def lookup(self, key: bytes) -> Presence:
+        """Say where a chunk is."""
+
     def try_hold(self, key: bytes) -> int | None:
         """Hold a chunk if it is ready."""
 
@@ -90,7 +93,8 @@ class EngineTiers:
         """Look up what follows the GPU's part; None while some of it is on its way up."""
         asked = self._asked.setdefault(request.id, _Asked())
         compute_s = (request.prefill_end - gpu_tokens) / self._prefill_tokens_per_s
-        if self._waits.must_wait(request.id, gpu_tokens, compute_s):
+        chunk_s = self._chunk_tokens / self._prefill_tokens_per_s
+        if self._waits.must_wait(request.id, gpu_tokens, compute_s, chunk_s):
             return None
         first = gpu_tokens // self._chunk_tokens
         keys = request.chunk_keys[first : request.prefill_end // self._chunk_tokens]
@@ -122,7 +126,7 @@ class EngineTiers:
                     case Presence.MISS:
                         break
                     case Presence.PENDING | Presence.CPU:
-                        if not self._waits.wait_for(request_id, key):
+                        if not self._waits.want(request_id, key, None, position):
                             break
                     case Presence.DISK:
                         if not self._waits.want(request_id, key, "disk", position):

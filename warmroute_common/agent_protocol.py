@@ -229,10 +229,12 @@ class ClearRequest(ChunkSelection, frozen=True, kw_only=True, forbid_unknown_fie
     tiers: list[TierName] | None = None
 
 
-class ClearReply(msgspec.Struct, frozen=True, kw_only=True):
+class ClearReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Chunks dropped, by tier."""
 
     dropped: dict[str, int]
+    not_cleared: list[str] = []
+    """Tiers in which chunks may be left that could be found: the remote store, if it fails."""
 
 
 class MoveSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -240,7 +242,10 @@ class MoveSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     agent_url: str
     transfer_address: str
-    """``host:port`` of its `InstanceInfo.transfer_port`."""
+    """``host:port`` of its `InstanceInfo.transfer_port`; "" if it is the agent's own replica.
+
+    With a fleet secret, both have the same host, which must prove that it knows the secret.
+    """
     tier: TierName | None = "cpu"
     """None, for copies only: each chunk from whichever tier has it."""
 
@@ -284,6 +289,7 @@ class MoveStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Now held by the destination, those it had before included."""
     moved_bytes: int
     error: str = ""
+    """Why not all chunks arrived; also why there was none to move, which is ``done``."""
 
 
 class Registration(

@@ -133,12 +133,12 @@ class Agent:
             where = join_host_port(self._config.agent_host, self._config.lmcache_worker_port)
             raise OSError(f"lmcache_worker_port: cannot listen on {where}: {error}") from error
 
-    def stop(self) -> None:
-        """Deregister, end the running jobs, stop listening and end the thread."""
+    def stop(self, timeout_s: float = _STOP_TIMEOUT_S) -> None:
+        """Deregister, end the running jobs, stop listening; wait for the thread that does it."""
         if self._loop is not None and self._stopping is not None:
             wake(self._loop, self._stopping)
         if self._thread is not None:
-            self._thread.join(timeout=_STOP_TIMEOUT_S)
+            self._thread.join(timeout_s)
         self._loop = self._thread = None
 
     async def _serve(self, started: "Future[None]") -> None:

@@ -192,7 +192,13 @@ class AgentHandlers:
             raise BadRequestError("'cache_salt' belongs to a prompt: give its 'tokens' too")
         keys = None if names_none else await self._some_keys_of(call)
         dropped = await asyncio.to_thread(self.engine.clear, call.tiers, keys)
-        return as_json(wire.ClearReply(dropped=dropped))
+        if "remote" not in dropped:
+            return as_json(wire.ClearReply(dropped=dropped))
+        # Chunks that this replica does not know, too: others, or an earlier process, stored them.
+        removed = await asyncio.to_thread(self.engine.clear_shared, keys)
+        if removed is None:
+            return as_json(wire.ClearReply(dropped=dropped, not_cleared=["remote"]))
+        return as_json(wire.ClearReply(dropped={**dropped, "remote": removed}))
 
     async def move(self, request: web.Request) -> web.Response:
         """Start a job that moves chunks into this replica."""
@@ -228,8 +234,12 @@ class AgentHandlers:
         tokens = call.tokens or []
         _check_count(len(tokens) // self.identity.chunk_tokens)
         extra, first = prompt_extra_keys(cache_salt=call.cache_salt, lora=call.lora)
-        chain = self._scheme.chain(
-            tokens, self.identity.block_tokens, extra_keys=extra, first_extra_keys=first
+        # A long prompt is hashed in a thread: other calls would wait for it.
+        chain = await asyncio.to_thread(
+            self._scheme.chain,
+            *(tokens, self.identity.block_tokens),
+            extra_keys=extra,
+            first_extra_keys=first,
         )
         keys = chunk_keys(chain, self.identity.chunk_tokens // self.identity.block_tokens)
         return await self._stored(keys, call.lora)

@@ -5,12 +5,14 @@ drop them unless it is a copy. If the source is this replica, the job moves chun
 """
 
 import asyncio
+import contextlib
 import logging
 import uuid
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -19,6 +21,13 @@ from cacheengine.agent.peers import AgentHttpClient, PeerAgent
 from cacheengine.engine.engine import CacheEngine
 from cacheengine.record import TransferMeter
 from cacheengine.transfer.fetch import Fetch
+from cacheengine.transfer.protocol import (
+    Channel,
+    PeerGoneError,
+    ProtocolError,
+    TransferRefusedError,
+    greet,
+)
 from warmroute_common import agent_protocol as wire
 from warmroute_common.addresses import split_host_port
 from warmroute_common.api_errors import BadRequestError, OverloadedError
@@ -33,9 +42,17 @@ MAX_CHUNKS: Final = 131_072
 """Limit of the chunks of all running jobs; a single job may have more."""
 _MAX_ERROR_CHARS: Final = 1000
 _PROMOTE_S: Final = 60.0
+_PROOF_S: Final = 5.0
 _STOP_S: Final = 8.0
 _MIN_PAUSE_S: Final = 0.002
 _MAX_PAUSE_S: Final = 0.256
+
+
+def _transfer_address(source: wire.MoveSource) -> tuple[str, int]:
+    try:
+        return split_host_port(source.transfer_address)
+    except ValueError as error:
+        raise BadRequestError(f"'transfer_address': {error}") from None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -54,6 +71,8 @@ class MoveJob:
     """The running fetch, whose counts are current."""
     held_chunks: int = 0
     moved_bytes: int = 0
+    nothing: str = ""
+    """Why there is nothing to move, if so."""
     error: str = ""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     _final: wire.MoveStatus | None = None
@@ -78,7 +97,7 @@ class MoveJob:
             asked_chunks=len(self.keys),
             arrived_chunks=self.held_chunks,
             moved_bytes=self.moved_bytes,
-            error=self.error[:_MAX_ERROR_CHARS],
+            error=(self.error or self.nothing)[:_MAX_ERROR_CHARS],
         )
         self.keys, self.fetch = [], None
         self.ended.set()
@@ -111,7 +130,8 @@ class MoveJobs:
         """Ask the source which of ``keys`` it has, and start to move them here.
 
         Raises `BadRequestError` if that is impossible, `PeerError` if the source cannot be reached,
-        and `OverloadedError` if too many jobs are running.
+        and `OverloadedError` if too many jobs are running. Without a transfer address the source is
+        this replica.
         """
         self._check_tier(request.tier, "this replica", self._engine.tier_info())
         if request.source.tier is None and not request.copy:
@@ -120,10 +140,13 @@ class MoveJobs:
             )
         self._check_load(0)
         source = PeerAgent(self._caller, request.source.agent_url)
-        info = await source.info()
-        address = self._check_source(request, info)
-        held = (await source.lookup(keys, request.source.tier)).matched_tokens
-        keys = keys[: held // self._identity.chunk_tokens]
+        held, address = await self._held_at_source(request, keys, source)
+        nothing = ""
+        if not keys:
+            nothing = f"less than a chunk of {self._identity.chunk_tokens} tokens is never kept"
+        elif not held:
+            nothing = f"the source's tier ({request.source.tier or 'any'}) has none of it"
+        keys = keys[:held]
         # Other jobs may have started while the source was asked.
         self._check_load(len(keys))
         move = MoveJob(
@@ -132,11 +155,29 @@ class MoveJobs:
             keys=keys,
             source=source,
             address=address,
+            nothing=nothing and f"nothing to move: {nothing}",
         )
         task = asyncio.create_task(self._run(move))
         self._running[task] = move
         task.add_done_callback(lambda done: self._running.pop(done, None))
         return move
+
+    async def _held_at_source(
+        self, request: wire.MoveRequest, keys: list[bytes], source: PeerAgent
+    ) -> tuple[int, tuple[str, int] | None]:
+        """Return how many chunks the source holds, and where to fetch them unless it is here."""
+        tier = request.source.tier
+        if not request.source.transfer_address:
+            self._check_within(request)
+            if tier is None:
+                return len(self._engine.match(keys)), None
+            return self._engine.held_in(keys, tier), None
+        address = _transfer_address(request.source)
+        if self._caller.secret is not None:
+            await asyncio.to_thread(self._check_is_of_fleet, request.source, address)
+        is_here = self._check_source(request, await source.info())
+        held = (await source.lookup(keys, tier)).matched_tokens // self._identity.chunk_tokens
+        return held, None if is_here else address
 
     async def status(self, event_id: str, wait_s: float) -> wire.MoveStatus | None:
         """Return a job's status when it has ended, or after ``wait_s``.
@@ -176,18 +217,37 @@ class MoveJobs:
         if tier not in tiers:
             raise BadRequestError(f"{replica} has no {tier} tier; it has {', '.join(tiers)}")
 
-    def _check_source(
-        self, request: wire.MoveRequest, info: wire.InstanceInfo
-    ) -> tuple[str, int] | None:
-        """Return the source's transfer address; None if the source is this replica."""
+    def _check_is_of_fleet(self, source: wire.MoveSource, address: tuple[str, int]) -> None:
+        """Have the source prove that it knows the fleet secret, before its agent is shown a token.
+
+        A caller that knows the secret could otherwise have it shown to any server.
+        """
+        try:
+            if urlsplit(source.agent_url).hostname != address[0].lower():
+                raise BadRequestError("'agent_url' and 'transfer_address' must have the same host")
+            channel = Channel.connect(address, timeout_s=_PROOF_S, connect_s=_PROOF_S)
+            with contextlib.closing(channel):
+                greet(channel, self._engine.layout.fingerprint(), 1, self._caller.secret)
+        except TransferRefusedError as error:
+            raise BadRequestError(f"{source.transfer_address}: {error}") from None
+        except (PeerGoneError, ProtocolError, OSError, ValueError) as error:
+            raise PeerError(f"{source.transfer_address}: {error}") from None
+
+    def _check_within(self, request: wire.MoveRequest) -> None:
+        if request.source.tier is not None:
+            self._check_tier(request.source.tier, "this replica", self._engine.tier_info())
+        if request.source.tier == request.tier:
+            raise BadRequestError(
+                f"the source and the destination are both this replica's {request.tier} tier"
+            )
+
+    def _check_source(self, request: wire.MoveRequest, info: wire.InstanceInfo) -> bool:
+        """Whether the source is this replica."""
         if request.source.tier is not None:
             self._check_tier(request.source.tier, f"the source, {info.instance_id},", info.tiers)
         if info.incarnation == self._engine.incarnation:
-            if request.source.tier == request.tier:
-                raise BadRequestError(
-                    f"the source and the destination are both this replica's {request.tier} tier"
-                )
-            return None
+            self._check_within(request)
+            return True
         layout = self._engine.layout.fingerprint()
         if info.layout != layout:
             raise BadRequestError(
@@ -199,10 +259,7 @@ class MoveJobs:
             raise BadRequestError(
                 f"{info.instance_id} does not serve chunks: set its distributed_url"
             )
-        try:
-            return split_host_port(request.source.transfer_address)
-        except ValueError as error:
-            raise BadRequestError(f"'transfer_address': {error}") from None
+        return False
 
     def _remember(self, status: wire.MoveStatus) -> None:
         self._ended[status.event_id] = status

@@ -231,11 +231,15 @@ class WarmrouteConnector(OffloadingConnector):  # type: ignore[misc]
         )
         if "blocks_per_chunk" not in extra_config:
             extra_config.setdefault("block_size", load_engine_config().chunk_size)
-        extra_config[IDENTITY_KEY] = dataclasses.asdict(identify(vllm_config, kv_cache_config))
+        is_scheduler = role == KVConnectorRole.SCHEDULER
+        identity = identify(vllm_config, kv_cache_config, reads_weights=is_scheduler)
+        extra_config[IDENTITY_KEY] = dataclasses.asdict(identity)
         super().__init__(vllm_config, role, kv_cache_config)
         self._watch: WeightWatch | None = None
-        if role == KVConnectorRole.SCHEDULER:
+        if is_scheduler:
             self._manager.keys.versions.empty_gpu = self._empty_gpu
+            # Only 0.32 needs it: later versions report the flush.
+            self._manager.expect_batches(getattr(vllm_config, "max_concurrent_batches", 0))
             self._watch = WeightWatch(self._manager)
             meter = self._manager.engine.steps
             meter.step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
@@ -258,12 +262,25 @@ class WarmrouteConnector(OffloadingConnector):  # type: ignore[misc]
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Look up a prompt; skip the lookup while the request waits for a promotion."""
-        compute_s = self._manager.engine.steps.prefill_s(request.num_tokens - num_computed_tokens)
-        if self._manager.waits.must_wait(request.request_id, num_computed_tokens, compute_s):
+        engine = self._manager.engine
+        tokens = request.num_tokens - num_computed_tokens
+        compute_s = engine.steps.prefill_s(tokens)
+        chunk_s = compute_s * engine.layout.chunk_tokens / max(1, tokens)
+        if self._manager.waits.must_wait(
+            request.request_id, num_computed_tokens, compute_s, chunk_s
+        ):
             return None, False
+        # What limits a load besides: without vLLM's answer to it nothing is remembered.
+        limit = getattr(self, "_max_loadable_tokens", None)
+        most = limit(request, num_computed_tokens) if limit is not None else object()
+        asked = request.num_tokens, num_computed_tokens, most
+        known = self._manager.looked_up(request.request_id, asked)
+        if known is not None:
+            return known
         matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(
             request, num_computed_tokens
         )
+        self._manager.note_lookup(request.request_id, asked, matched)
         return matched
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:

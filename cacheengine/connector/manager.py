@@ -218,9 +218,9 @@ _SOURCE_BY_TIER: Final = {
 
 # vLLM forgets its transfers in reset_cache(), and its workers finish them in the next step. Until
 # then the rows must not be reused. vLLM 0.33 reports that moment (`on_reset_flushed`). vLLM 0.32
-# does not: there it is one step later, or two with asynchronous scheduling.
+# does not: `WarmrouteManager.expect_batches`.
 _REPORTS_FLUSH = hasattr(OffloadingManager, "on_reset_flushed")
-_STEPS_UNTIL_FLUSHED = 3
+_LEAST_STEPS_UNTIL_FLUSHED: Final = 3
 
 
 @dataclass(slots=True)
@@ -229,7 +229,25 @@ class _UnfinishedTransfers:
 
     loads: list[bytes]
     stores: list[bytes]
-    steps_left: int = _STEPS_UNTIL_FLUSHED
+    steps_left: int
+
+
+_STEPS_LOOKED_UP: Final = 16
+"""Steps after which a prompt that waits for room in the GPU is looked up again."""
+_MOST_KEPT_SHARE: Final = 0.25
+"""A prompt that takes more of the pool is looked up in each step, so that it keeps no slots."""
+
+
+@dataclass(slots=True)
+class _Lookup:
+    """What the lookups of a prompt found that vLLM can load, but has no room for yet."""
+
+    asked: tuple[object, ...]
+    matched: tuple[int | None, bool]
+    chunks: set[bytes]
+    steps_left: int = _STEPS_LOOKED_UP
+    is_asked: bool = True
+    """vLLM has asked for it in this step."""
 
 
 class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
@@ -257,12 +275,23 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         self._enable_events = enable_events
         self._on_shutdown = on_shutdown
         self._step_holds: set[bytes] = set()
+        # By request. Their chunks stay in `_step_holds`.
+        self._lookups: dict[str, _Lookup] = {}
         self.waits = PromotionWaits(engine, clock)
         # Chunks whose use the eviction policy has counted, by request.
         self._used: defaultdict[str, set[bytes]] = defaultdict(set)
         self._loads: Counter[bytes] = Counter()
         self.stores = ChunkStores(engine, self.keys, group_idx)
         self._flushing: deque[_UnfinishedTransfers] = deque()
+        self._steps_until_flushed = _LEAST_STEPS_UNTIL_FLUSHED
+
+    def expect_batches(self, most: int) -> None:
+        """Note how many steps vLLM schedules before the first of them has ended.
+
+        The step after these is scheduled when the first one after a reset, in which workers finish
+        their transfers, has ended.
+        """
+        self._steps_until_flushed = max(_LEAST_STEPS_UNTIL_FLUSHED, most + 1)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Note the weights that compute the request's KV."""
@@ -272,8 +301,31 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Forget the request."""
         self.stores.refused.end(req_context.req_id)
+        self._lookups.pop(req_context.req_id, None)
         self.waits.end(req_context.req_id)
         self._used.pop(req_context.req_id, None)
+
+    def looked_up(self, req_id: str, asked: tuple[object, ...]) -> tuple[int | None, bool] | None:
+        """Return what the lookups of a prompt have found; None if it must be looked up.
+
+        vLLM asks again in each step until the prompt has room in the GPU. ``asked`` is equal if the
+        lookups would be the same, but for chunks that have come since.
+        """
+        found = self._lookups.get(req_id)
+        if found is None or found.asked != asked or found.steps_left == 0:
+            self._lookups.pop(req_id, None)
+            return None
+        found.steps_left -= 1
+        found.is_asked = True
+        return found.matched
+
+    def note_lookup(
+        self, req_id: str, asked: tuple[object, ...], matched: tuple[int | None, bool]
+    ) -> None:
+        """Note what the lookups of a prompt have found; until it is loaded its chunks are held."""
+        chunks = {*self.waits.found_for(req_id)}
+        if matched[0] and len(chunks) <= _MOST_KEPT_SHARE * self.engine.slots:
+            self._lookups[req_id] = _Lookup(asked, matched, chunks)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return whether a chunk can be loaded; request its promotion from a lower tier.
@@ -296,7 +348,8 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
                 return self._want(key, "remote", chunk, req_context)
             case Presence.PENDING | Presence.CPU:
                 # CPU: the chunk became ready after try_hold; the next step holds it.
-                waits = self.waits.wait_for(req_context.req_id, chunk)
+                position = req_context.get_offload_key_position(key) or 0
+                waits = self.waits.want(req_context.req_id, chunk, None, position)
                 return LookupResult.HIT_PENDING if waits else LookupResult.MISS
 
     def _hold(self, chunk: bytes) -> bool:
@@ -335,6 +388,7 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         chunks = self.keys.stored(keys, req_context)
         # The step holds them since `lookup`; the agent's thread may have cleared them meanwhile.
         slots = self.engine.hold(chunks, held_before=True, holder=req_context.req_id)
+        self._lookups.pop(req_context.req_id, None)
         # vLLM's scheduler never calls touch().
         self._note_use(chunks, req_context)
         self._loads.update(chunks)
@@ -395,10 +449,12 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
     def reset_cache(self) -> None:
         """Empty the pool; the rows of transfers in progress follow when these have ended."""
         loads = list(self._loads.elements())
-        self._flushing.append(_UnfinishedTransfers(loads, self.stores.take_in_progress()))
+        stores = self.stores.take_in_progress()
+        self._flushing.append(_UnfinishedTransfers(loads, stores, self._steps_until_flushed))
         self._loads.clear()
         self.waits.clear()
         self._used.clear()
+        self._lookups.clear()
         self._release_step_holds()
         # The lower tiers stay: vLLM calls this to pause and to sleep, which changes no weights.
         self.engine.clear([CPU])
@@ -406,12 +462,19 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
     def weights_changed(self) -> None:
         """Begin a new epoch: chunks of earlier weights are neither found nor stored any more."""
         self.keys.versions.weights_changed()
+        self._lookups.clear()
         self.engine.clear(keep_shared=True)
 
     def _release_step_holds(self) -> None:
-        if self._step_holds:
-            self.engine.release(list(self._step_holds))
-            self._step_holds.clear()
+        self._lookups = {name: each for name, each in self._lookups.items() if each.is_asked}
+        kept: set[bytes] = set()
+        for found in self._lookups.values():
+            found.is_asked = False
+            kept |= found.chunks
+        released = self._step_holds - kept
+        if released:
+            self.engine.release(list(released))
+            self._step_holds -= released
 
     def shutdown(self) -> None:
         """Stop the agent and the engine's threads, and free the memory."""

@@ -76,16 +76,21 @@ class ModelIdentity:
         return cls(**fields)
 
 
-def identify(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> ModelIdentity:
-    """Return the identity of the model that a vLLM process serves."""
+def identify(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, reads_weights: bool
+) -> ModelIdentity:
+    """Return the identity of the model that a vLLM process serves.
+
+    Workers, which need no weights' identity, do without ``reads_weights``: it may take long.
+    """
     model, load = vllm_config.model_config, vllm_config.load_config
     files = _files_of(model, load)
     named = model.tokenizer, model.tokenizer_revision
     tokenizer = locate(*named, load.download_dir) or locate(*named)
     return ModelIdentity(
         model=(files and files.hub_name) or model.model,
-        weights=_weights(files, model, load),
-        options=_options(vllm_config),
+        weights=_weights(files, model, load) if reads_weights else "",
+        options=_options(vllm_config) if reads_weights else "",
         build=_build(),
         attention=_attention(vllm_config, kv_cache_config),
         pages=_pages(kv_cache_config),
@@ -134,12 +139,11 @@ def _doubt(files: WeightFiles | None, model: Any) -> str | None:
     """Return why the files found now may differ from the loaded ones; None if they are the same."""
     if files is None or model.model_weights:
         return "its files are in no directory or hub cache of this machine"
-    if files.hub_name is None:
-        # The files were loaded between the start of this process and now.
-        changed = files.changed_since(_process_start_s())
-        return "its files changed while they were loaded" if changed else None
+    # The files were loaded between the start of this process and now.
+    if files.changed_since(_process_start_s()):
+        return "its files changed while they were loaded"
     loaded = getattr(model.hf_config, "_commit_hash", None)
-    if loaded not in (None, files.path.name):
+    if files.hub_name is not None and loaded not in (None, files.path.name):
         return f"its revision moved from {loaded} to {files.path.name} while it was loaded"
     return None
 
@@ -170,9 +174,14 @@ _HARMLESS_OF_MODEL: Final = frozenset(
         *("enforce_eager", "enable_sleep_mode", "sleep_mode_backend"),
         *("sleep_mode_offload_cudagraph", "sleep_preserve_parameter_names"),
         *("enable_nccl_comm_suspend", "enable_cumem_allocator", "enable_trace_replay"),
-        "spec_target_max_model_len",
+        # what a seed changes: samples, and dummy weights, which are identified by it
+        *("seed", "spec_target_max_model_len"),
+        # whether the model may be loaded at all
+        *("trust_remote_code", "allow_deprecated_quantization"),
     }
 )
+_ROPES_BY_LENGTH: Final = frozenset({"longrope", "su", "dynamic"})
+"""Kinds of rotary embedding that depend on ``--max-model-len``."""
 _HARMLESS_OF_CACHE: Final = frozenset(
     {
         *("gpu_memory_utilization", "num_gpu_blocks_override", "num_gpu_blocks"),
@@ -218,8 +227,18 @@ def _options(vllm_config: VllmConfig) -> str:
 def _fields(config: Any, harmless: frozenset[str]) -> Any:
     if config is None:
         return None
+    if not _mentions(_plain(getattr(config, "hf_config", None)), _ROPES_BY_LENGTH):
+        harmless |= {"max_model_len"}
     names = (field.name for field in dataclasses.fields(config))
     return {name: _plain(getattr(config, name, None)) for name in names if name not in harmless}
+
+
+def _mentions(plain: Any, words: frozenset[str]) -> bool:
+    """Whether one of these texts is a value in what `_plain` returned, at any depth."""
+    if isinstance(plain, dict | list):
+        values = plain.values() if isinstance(plain, dict) else plain
+        return any(_mentions(each, words) for each in values)
+    return plain in words
 
 
 def _plain(value: Any) -> Any:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from vllm.distributed.device_communicators.shm_broadcast import check_shm_free_space
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
 from cacheengine.memory import HUGE_PAGE_BYTES, HugePagesMissingError, make_huge_file, pages_of
@@ -15,19 +16,18 @@ logger = logging.getLogger("vllm.warmroute")
 
 
 class PoolRegion(SharedOffloadRegion):  # type: ignore[misc]
-    """vLLM's shared memory region, which is unlinked as soon as all processes have mapped it.
+    """vLLM's shared memory region, in a file without a name.
 
-    The workers map the region while vLLM sets up its KV cache. The scheduler maps it last and calls
-    `forget_name`. From then on the kernel frees the memory with the last process: a replica killed
-    with SIGKILL leaves nothing in /dev/shm.
+    The kernel frees such memory with the last process that has it: a replica killed with SIGKILL,
+    at any moment of its start too, leaves none. The first process creates the file, and makes the
+    region's name a link to its own descriptor. The workers open it while vLLM sets up its KV cache;
+    the scheduler maps it last and calls `forget_name`.
 
-    With ``hugepages`` the first process creates a nameless file of 2 MiB pages, and makes the
-    region's name a link to its own descriptor. If too few huge pages are free, it logs a warning
-    and creates the ordinary file. All other processes map whatever the name points to, so they
-    always agree.
+    With ``hugepages`` the file has pages of 2 MiB. If too few of them are free, it has ordinary
+    pages, with a warning. The kernel unmaps whole huge pages only: if the last one is not full, its
+    mapping stays until the process ends.
 
-    The kernel unmaps whole huge pages only: if the last one is not full, its mapping stays until
-    the process ends.
+    Raises RuntimeError for a pool that is larger than what /dev/shm has free.
     """
 
     def __init__(
@@ -40,15 +40,8 @@ class PoolRegion(SharedOffloadRegion):  # type: ignore[misc]
         cpu_page_size: int,
         hugepages: bool = False,
     ) -> None:
-        self._huge_file: int | None = None
-        size_bytes = num_chunks * kv_bytes_per_chunk
-        refused = "vLLM has its memory elsewhere"
         name = Path(f"/dev/shm/vllm_offload_{engine_id}.mmap")
-        if hugepages:
-            try:
-                self._huge_file = _give_name_to_huge_file(name, size_bytes)
-            except HugePagesMissingError as error:
-                refused = str(error)
+        self._file = _make_file(name, num_chunks * kv_bytes_per_chunk, hugepages=hugepages)
         try:
             super().__init__(
                 engine_id=engine_id,
@@ -58,15 +51,8 @@ class PoolRegion(SharedOffloadRegion):  # type: ignore[misc]
                 cpu_page_size=cpu_page_size,
             )
         except BaseException:
-            self._drop_huge_file(name)
+            self._drop_file(name)
             raise
-        if hugepages and self._creator:
-            self._drop_huge_file(name)
-            logger.warning(
-                "local_cpu_use_hugepages: %s. The pool uses ordinary pages instead", refused
-            )
-        elif self._huge_file is not None:
-            logger.info("the pool uses %d huge pages of 2 MiB", pages_of(size_bytes))
 
     @property
     def has_huge_pages(self) -> bool:
@@ -79,7 +65,7 @@ class PoolRegion(SharedOffloadRegion):  # type: ignore[misc]
         The scheduler calls it before `forget_name`. The workers would be on another machine then,
         and the scheduler's tiers would store memory without KV.
         """
-        if self._creator or self._huge_file is not None:
+        if self._file is not None:
             raise ValueError(
                 "vLLM's workers do not share /dev/shm with its scheduler: they are on another "
                 "machine, or in another container. Start the replica where its workers run, or "
@@ -87,59 +73,66 @@ class PoolRegion(SharedOffloadRegion):  # type: ignore[misc]
             )
 
     def forget_name(self) -> None:
-        """Unlink the backing file; mappings stay valid."""
-        with contextlib.suppress(FileNotFoundError):
-            Path(self.mmap_path).unlink()
-        self._creator = False
+        """Unlink the region's name; mappings stay valid."""
+        Path(self.mmap_path).unlink(missing_ok=True)
 
     def cleanup(self) -> None:
         """Unmap the region; unlink its name if it still exists (after a failed start)."""
-        if self._creator and not Path(self.mmap_path).exists():
-            self._creator = False
         super().cleanup()
-        self._drop_huge_file(Path(self.mmap_path))
+        self._drop_file(Path(self.mmap_path))
 
-    def _drop_huge_file(self, name: Path) -> None:
-        """Close the huge file that this process created; unlink its name if it still exists."""
-        if self._huge_file is None:
+    def _drop_file(self, name: Path) -> None:
+        """Close the file that this process created; unlink its name if it still exists."""
+        if self._file is None:
             return
-        if _names(name, self._huge_file):
+        if name.is_symlink() and str(name.readlink()) == _path_of(self._file):
             name.unlink(missing_ok=True)
-        os.close(self._huge_file)
-        self._huge_file = None
+        os.close(self._file)
+        self._file = None
 
 
-def _give_name_to_huge_file(name: Path, size_bytes: int) -> int | None:
-    """Create the region's huge file and return its descriptor; None if the name is taken.
+def _make_file(name: Path, size_bytes: int, *, hugepages: bool) -> int | None:
+    """Create the region's file and return its descriptor; None if the name is taken.
 
     The name points to the descriptor, so it stays open until all processes have mapped the file.
-    Raises `HugePagesMissingError`.
     """
     # Without the lock, two ranks that allocate at once could each find too few pages left.
     with _locked(name.with_suffix(".lock")):
         if os.path.lexists(name):
             return None
-        file = make_huge_file(name.name, size_bytes)
+        file = _huge_file(name, size_bytes) if hugepages else None
+        if file is None:
+            file = _ordinary_file(name, size_bytes)
         try:
             name.symlink_to(_path_of(file))
-        except FileExistsError:
-            # Another rank has found too few free pages, released the lock, and has created the
-            # ordinary file meanwhile.
+        except BaseException as error:
             os.close(file)
-            return None
-        except BaseException:
-            os.close(file)
+            if isinstance(error, FileExistsError):  # two locks: `_locked` removes its file
+                return None
             raise
         return file
+
+
+def _huge_file(name: Path, size_bytes: int) -> int | None:
+    try:
+        file = make_huge_file(name.name, size_bytes)
+    except HugePagesMissingError as error:
+        logger.warning("local_cpu_use_hugepages: %s. The pool uses ordinary pages instead", error)
+        return None
+    logger.info("the pool uses %d huge pages of 2 MiB", pages_of(size_bytes))
+    return file
+
+
+def _ordinary_file(name: Path, size_bytes: int) -> int:
+    check_shm_free_space(size_bytes, allocation_name="the CPU pool (max_local_cpu_size)")
+    file = os.open(name.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    os.ftruncate(file, size_bytes)
+    return file
 
 
 def _path_of(file: int) -> str:
     """Return the path under which other processes of this user can open the file."""
     return f"/proc/{os.getpid()}/fd/{file}"
-
-
-def _names(name: Path, file: int) -> bool:
-    return name.is_symlink() and str(name.readlink()) == _path_of(file)
 
 
 @contextlib.contextmanager

@@ -64,6 +64,10 @@ logger = logging.getLogger("vllm.warmroute")
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _SHARED_MEMORY: Final = Path("/dev/shm")
+_SHUTDOWN_S: Final = 4.0
+"""vLLM kills its processes 5 s after it has told them to end."""
+_AGENT_STOP_S: Final = 1.0
+_SERVER_STOP_S: Final = 0.5
 _EXIT_GRACE_S: Final = 30.0
 """Time for an orderly exit after SIGTERM; the engine's own limits are well below."""
 
@@ -190,6 +194,7 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
         # The parent class's attributes, declared again for the type checker.
         self._manager: OffloadingManager | None = None
         self._worker: OffloadingWorker | None = None
+        self._ends_s = 0.0
         self._check_supported()
 
     def _check_supported(self) -> None:
@@ -268,10 +273,12 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
                 slot_bytes=self.kv_bytes_per_chunk,
             )
             engine = CacheEngine(self.engine_config, self._layout(), pool)
-            undo.callback(engine.close)
+            undo.callback(self._close, engine)
             meter = TransferMeter()
             transfer_port = self._serve_transfers(engine, meter, undo)
             versions = KvVersions(locate)
+            undo.callback(versions.stop_checking)
+            versions.start_checking()
             identity = self._identity(transfer_port)
             directory = Path(self.model.tokenizer) if self.model.tokenizer else None
             tokenizer = ServedTokenizer(directory, self.settings.chat_template)
@@ -279,9 +286,10 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
                 *(engine, identity, self.engine_config, meter, versions), tokenizer=tokenizer
             )
             # The agent stops before everything that its jobs and answers use.
-            undo.callback(agent.stop)
+            undo.callback(agent.stop, _AGENT_STOP_S)
             agent.start()
             exit_with_parent()
+            undo.callback(self._begin_shutdown)
             # From here on the manager's shutdown releases all of it.
             return WarmrouteManager(
                 engine,
@@ -291,6 +299,13 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
                 versions=versions,
             )
 
+    def _begin_shutdown(self) -> None:
+        self._ends_s = time.monotonic() + _SHUTDOWN_S
+
+    def _close(self, engine: CacheEngine) -> None:
+        """Write queued puts in the time that is left; a third of it is for I/O that has begun."""
+        engine.close(drain_s=max(0.0, self._ends_s - time.monotonic()) * 2 / 3)
+
     def _serve_transfers(
         self, engine: CacheEngine, meter: TransferMeter, undo: contextlib.ExitStack
     ) -> int | None:
@@ -299,7 +314,7 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
         if address is None:
             return None
         server = TransferServer(engine, address, meter, secret=self.engine_config.fleet_secret)
-        undo.callback(server.stop)
+        undo.callback(server.stop, _SERVER_STOP_S)
         server.start()
         assert server.address is not None
         return server.address[1]

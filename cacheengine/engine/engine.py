@@ -13,7 +13,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from cacheengine.engine.engine_lock import EngineLock
 from cacheengine.engine.tier_io import Clock, IoThreads, MakeThreads, TierStack
@@ -40,6 +40,8 @@ from warmroute_common.keys import key64
 logger = logging.getLogger("vllm.warmroute")
 
 _T = TypeVar("_T")
+
+_MEASURED_CHUNKS: Final = 8
 
 
 class EngineIo(Protocol):
@@ -69,8 +71,8 @@ class CacheEngine:
     """The cpu tier over ``pool``, and below it the disk and remote tiers that there are.
 
     ``tier`` and ``remote`` default to those of the configuration. Thread-safe; only the
-    constructor, which scans the disk tier, and `close` wait for I/O. ``make_io`` replaces the I/O
-    of all tiers, for simulation. OSError: a directory cannot be used.
+    constructor, which scans the disk tier, `clear_shared` and `close` wait for I/O. ``make_io``
+    replaces the I/O of all tiers, for simulation. OSError: a directory cannot be used.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class CacheEngine:
         if pool.slot_bytes != layout.chunk_bytes:
             raise ValueError(f"slots have {pool.slot_bytes} bytes, chunks {layout.chunk_bytes}")
         self.layout = layout
+        self.slots = pool.num_slots
         self.incarnation = uuid.uuid4().hex
         self.steps = StepMeter()
         """What the model's steps take, added by the scheduler's thread."""
@@ -98,10 +101,11 @@ class CacheEngine:
         self._closed = False
         self._lock = lock = EngineLock()
         self._io: EngineIo
+        self._remote: SharedTier | None = None
         if make_io is not None:
             self._io = make_io(lock)
         else:
-            self._io = TierStack(
+            self._io = stack = TierStack(
                 config,
                 layout,
                 pool,
@@ -111,6 +115,7 @@ class CacheEngine:
                 clock=clock,
                 make_threads=make_threads,
             )
+            self._remote = stack.remote
         self._decider = Decider(
             pool.num_slots,
             config.cache_policy,
@@ -182,7 +187,7 @@ class CacheEngine:
         # chunks of the prefix, whose first chunk is still more recent than all that follow it.
         for portion in reversed([*portions(keys)]):
             with self._lock as decider:
-                decider.touch(portion)
+                decider.touch(portion, self._clock())
 
     # --- stores ---
 
@@ -197,7 +202,9 @@ class CacheEngine:
         """
         wanted = list(dict.fromkeys(keys))
         with self._lock as decider:
+            is_more = decider.watch(self._clock())
             protected = decider.protected(wanted, prefix)
+        self._watch(is_more)
         made = StoreReservation((), (), ())
         # No eviction takes a reserved slot. Between portions others may take free slots, or store
         # one of the chunks: then fewer find room, or that chunk is not wanted any more.
@@ -240,8 +247,17 @@ class CacheEngine:
 
     # --- promotion, pins ---
 
-    def promote(self, keys: Sequence[bytes], *, pin_s: float, holder: Holder = None) -> Promotion:
+    def promote(
+        self,
+        keys: Sequence[bytes],
+        *,
+        pin_s: float,
+        holder: Holder = None,
+        is_demand: bool = False,
+    ) -> Promotion:
         """Bring a prefix into the pool: start its reads and return at once.
+
+        Reads on ``is_demand``, for a request that waits, begin before all others.
 
         Its chunks are pinned for ``pin_s`` from when they are ready (0: no pin), or until the
         holder's `hold`; no other request's ends that pin. Chunks that the remote tier must be
@@ -253,7 +269,7 @@ class CacheEngine:
         self.touch(keys)
         self._expire_pins_if_full()
         with self._lock as decider:
-            prefix = decider.promotions.begin(keys, pin_s, holder)
+            prefix = decider.promotions.begin(keys, pin_s, holder, is_demand=is_demand)
             is_more = decider.promotions.advance(prefix, self._clock())
         # No later portion evicts a chunk that this one has pinned, nor an unpinned chunk of the
         # prefix. Others may evict or clear a chunk that is not reached yet: as if they had come
@@ -269,28 +285,74 @@ class CacheEngine:
         with self._lock as decider:
             return decider.may_promote(self._clock())
 
+    def _watch(self, is_more: bool) -> None:
+        """Give up what waits for a tier that hangs; have a remote tier that failed pinged."""
+        # What others queue between two portions is given up, too.
+        while is_more:
+            with self._lock as decider:
+                is_more = decider.watch(self._clock())
+
     def _expire_pins_if_full(self) -> None:
         with self._lock as decider:
+            is_more = decider.watch(self._clock())
             may_pin = decider.pool.may_pin(None)
+        self._watch(is_more)
         if not may_pin:
             # Expired pins count against the limit until they are taken off.
             self.expire_pins()
 
-    def reads_ended(self, tier: str) -> int:
-        """How many reads from a lower tier were answered so far."""
-        with self._lock as decider:
-            return decider.stats.below(tier).reads_ended
+    def arrivals(self, keys: Sequence[bytes]) -> list[float | None]:
+        """Return in how many seconds each chunk is expected if it is promoted now; None: ready.
 
-    def end_pins(self, keys: Iterable[bytes], holder: Holder) -> None:
-        """End one holder's pins of chunks, given in prefix order."""
+        A chunk of which nothing is known, and one that is stored now, is expected at once.
+        """
+        found: list[float | None] = []
+        queued: Counter[str] = Counter()
+        # Reads that others queue between two portions make the answer a little too early.
+        for portion in portions(keys):
+            with self._lock as decider:
+                found += decider.promotions.arrivals(portion, queued, self._clock())
+        return found
+
+    def arrival_s(self, promotion: Promotion) -> float:
+        """Return in how many seconds the last of a promotion's reads is expected to end."""
+        with self._lock as decider:
+            return decider.promotions.arrival_s(promotion, self._clock())
+
+    def measure_again(self, keys: Sequence[bytes]) -> None:
+        """Read a few chunks for nobody, if their tier's speed was not measured for a while."""
+        with self._lock as decider:
+            is_stale = decider.promotions.is_stale(keys[0], self._clock())
+        if is_stale:
+            self.promote(keys[:_MEASURED_CHUNKS], pin_s=0.0)
+
+    def room_s(self) -> float:
+        """Return in how many seconds a full pool may have room: 0 if at any moment.
+
+        That is so while requests use or pin chunks; a prefetch's pin is expected to last.
+        """
+        with self._lock as decider:
+            return decider.pool.room_s(self._clock())
+
+    def leave(self, keys: Iterable[bytes], holder: str, *, keep_ready: bool = False) -> None:
+        """End a holder's pins of chunks, given in prefix order, and its waits for them.
+
+        Reads that have not begun, and that nobody else waits for, are given up. ``keep_ready``:
+        pins of chunks that are ready stay.
+        """
         # From the end of the prefix on. A pin that the holder gets meanwhile stays or ends with
         # the others.
         for portion in reversed([*portions([*keys])]):
             with self._lock as decider:
-                decider.end_pins(portion, holder, self._clock())
+                decider.leave(portion, holder, self._clock(), keep_ready=keep_ready)
 
     def expire_pins(self) -> int:
-        """Take off promotions' pins whose deadline has passed; return how many."""
+        """Take off promotions' pins whose deadline has passed; return how many.
+
+        To be called once a second: it also gives up what waits for a tier that hangs, and has a
+        remote tier that failed pinged.
+        """
+        self._watch(is_more=True)
         # A pin that another thread extends meanwhile is not taken off.
         ended, is_more = 0, True
         while is_more:
@@ -369,8 +431,8 @@ class CacheEngine:
         """Drop all chunks of these tiers (or of all), or these chunks; return how many, by tier.
 
         None of them is found any more when this returns, pinned or not; slots in use and files are
-        freed soon after. In the remote tier, chunks that this engine does not know stay; with
-        ``keep_shared`` all of them stay.
+        freed soon after. In the remote tier, chunks that this engine does not know stay until
+        `clear_shared`; with ``keep_shared`` all of them stay.
         """
         if keys is None:
             with self._lock as decider:
@@ -381,6 +443,15 @@ class CacheEngine:
             with self._lock as decider:
                 dropped.update(decider.clear(tiers, portion, keep_shared=keep_shared))
         return dict(dropped)
+
+    def clear_shared(self, keys: Collection[bytes] | None) -> int | None:
+        """Remove chunks, or all of this layout, from the remote tier, whoever has put them.
+
+        After `clear`. Waits for I/O. Returns how many there were, None if some may be left.
+        """
+        return (
+            None if self._remote is None else self._remote.purge(None if keys is None else [*keys])
+        )
 
     def snapshot(self) -> wire.Snapshot:
         """Return all keys by tier; the events after its number continue from there."""
@@ -432,7 +503,7 @@ class CacheEngine:
 
     def tier_info(self) -> dict[str, wire.TierInfo]:
         """Return size and speed of each tier there is; the remote tier's size is not known (0)."""
-        slots, each = self._pool.num_slots, self._pool.slot_bytes
+        slots, each = self.slots, self._pool.slot_bytes
         with self._lock as decider:
             used = len(decider.pool)
             cpu = wire.TierInfo(

@@ -3,88 +3,85 @@
 Used next to `CacheEngine`, on the scheduler's thread alone: the chunks that one step's lookups
 found below the pool are promoted in one call at the step's end, and until they have come the
 request is not looked up again.
+
+There is one rule: a request waits while its chunks are expected earlier than they would be
+computed. They are expected after the bytes queued before them, at the measured speed; without room
+in the pool, after the end of the next pin. Of a prompt the prefix is loaded that pays, and the
+rest is computed. No wait is longer than computing takes (`_GRACE_S` later, at the latest).
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Final, Protocol
 
-from cacheengine.residency.decisions import Presence, Promotion
+from cacheengine.residency.decisions import Promotion
 from cacheengine.residency.pool_index import Holder
 
 PIN_S: Final = 10.0
 """How long chunks promoted for a request stay pinned if it never comes back."""
-_LEAST_QUIET_S: Final = 0.25
-"""A small model computes a prompt faster than a busy disk answers: the disk is not stuck then."""
-_MOST_QUIET_S: Final = 5.0
-"""A tier that ends no read for this long is stuck, however long the prompt would compute."""
+_GRACE_S: Final = 0.25
+"""A small model computes a prompt faster than a busy disk answers: this late, it still answers."""
 _LONGEST_S: Final = 60.0
-
-
-@dataclass(slots=True)
-class Patience:
-    """How long one request waits: as long as its tiers keep ending reads. Pure.
-
-    A request whose chunks are queued behind others' waits longer than it would compute. It should:
-    computing them would make all requests behind it wait. Only tiers that end no read for as long
-    as computing would take are not waited for.
-    """
-
-    began_s: float
-    reads_ended: int
-    moved_s: float
-
-    def is_over(
-        self, now_s: float, *, reads_ended: int, compute_s: float, for_room: bool = False
-    ) -> bool:
-        """Whether the request should compute the chunks that have not come by now.
-
-        ``reads_ended`` is how many reads its tiers have answered so far; ``compute_s`` how long
-        computing would take. A request that waits ``for_room`` waits for others' loads instead.
-        """
-        if for_room or reads_ended != self.reads_ended:
-            self.reads_ended = reads_ended
-            self.moved_s = now_s
-        quiet_s = min(max(compute_s, _LEAST_QUIET_S), _MOST_QUIET_S)
-        return now_s - self.moved_s >= quiet_s or now_s - self.began_s >= _LONGEST_S
 
 
 class Promotes(Protocol):
     """The calls of `CacheEngine` that are used here."""
 
-    def lookup(self, key: bytes) -> Presence:
-        """Say where a chunk is."""
-
-    def promote(self, keys: Sequence[bytes], *, pin_s: float, holder: Holder = None) -> Promotion:
+    def promote(
+        self,
+        keys: Sequence[bytes],
+        *,
+        pin_s: float,
+        holder: Holder = None,
+        is_demand: bool = False,
+    ) -> Promotion:
         """Bring a prefix into the pool."""
+
+    def arrivals(self, keys: Sequence[bytes]) -> list[float | None]:
+        """Return in how many seconds each chunk is expected if it is promoted now; None: ready."""
+
+    def arrival_s(self, promotion: Promotion) -> float:
+        """Return in how many seconds the last of a promotion's reads is expected to end."""
+
+    def measure_again(self, keys: Sequence[bytes]) -> None:
+        """Read a few chunks for nobody, if their tier's speed was not measured for a while."""
 
     def may_promote(self) -> bool:
         """Whether a chunk from below would find room."""
 
-    def reads_ended(self, tier: str) -> int:
-        """How many reads from a lower tier were answered so far."""
+    def room_s(self) -> float:
+        """Return in how many seconds a full pool may have room: 0 if at any moment."""
 
-    def end_pins(self, keys: Iterable[bytes], holder: Holder) -> None:
-        """End one holder's pins of chunks."""
+    def leave(self, keys: Iterable[bytes], holder: str, *, keep_ready: bool = False) -> None:
+        """End a holder's pins of chunks, and its waits for them."""
 
 
 @dataclass(slots=True)
 class _Wait:
-    """What is known of a request from its first lookup below the pool to its end."""
+    """What is known of a request from its first lookup to its end."""
 
     holder: str
-    patience: Patience | None = None
+    began_s: float | None = None
+    compute_s: float = inf
+    """How long computing what the GPU does not have would take."""
+    chunk_s: float = inf
+    """How long computing one chunk would take."""
+    worth_s: float = inf
+    """How long computing the chunks that it waits for would take."""
     is_over: bool = False
     """It computes the chunks that have not come."""
-    tiers: dict[bytes, str] = field(default_factory=dict)
-    """Chunks found below the pool, in the order of the lookups, and where."""
+    tiers: dict[bytes, str | None] = field(default_factory=dict)
+    """Chunks found below the pool, in the order of the lookups, and where; None: on their way."""
     chunks: list[bytes] = field(default_factory=list)
     """All chunks that its last lookups found, those in the pool included."""
+    given_up: set[bytes] = field(default_factory=set)
+    """Chunks that it computes, since that is faster."""
     promotions: dict[bytes, Promotion] = field(default_factory=dict)
     under_way: list[Promotion] = field(default_factory=list)
     """The promotions of the last time that it was promoted."""
-    pending: bytes | None = None
-    """The last chunk that its last lookups found on its way for others."""
+    is_cramped: bool = False
+    """The pool has no room in time for the chunks that found none."""
     is_deferred: bool = False
     """Some chunk had to be waited for when it was looked up last."""
     computed_tokens: int | None = None
@@ -96,8 +93,17 @@ class _Wait:
 
     @property
     def was_refused(self) -> bool:
-        """Whether some of the chunks promoted last found no room."""
-        return any(each.was_refused for each in self.under_way)
+        """Whether some of the chunks promoted last found no room, and may find it in time."""
+        return not self.is_cramped and any(each.was_refused for each in self.under_way)
+
+    def computing_s(self, chunks: int) -> float:
+        """Return how long computing this many chunks would take.
+
+        The chunks of a window stand for everything before them.
+        """
+        if not chunks:
+            return 0.0
+        return self.compute_s if self.looks_back else chunks * self.chunk_s
 
 
 class PromotionWaits:
@@ -119,6 +125,7 @@ class PromotionWaits:
     ) -> None:
         self._engine = engine
         self._clock = clock
+        self._speed = speed
         self._pin_s = PIN_S / speed
         self._on_promoted = on_promoted
         self._waits: dict[str, _Wait] = {}
@@ -130,62 +137,109 @@ class PromotionWaits:
 
     # --- a step's lookups ---
 
-    def must_wait(self, req_id: str, computed_tokens: int, compute_s: float) -> bool:
+    def must_wait(
+        self, req_id: str, computed_tokens: int, compute_s: float, chunk_s: float
+    ) -> bool:
         """Whether the request still waits, so that its lookups would have the same results.
 
         ``computed_tokens`` is how many tokens of its prompt the GPU has; ``compute_s`` how long
-        computing the rest would take. If it does not wait, all of it must be looked up.
+        computing the rest would take, and ``chunk_s`` a chunk of it. If it does not wait, all of
+        it must be looked up.
         """
-        wait = self._waits.get(req_id)
-        if wait is None:
-            return False
+        wait = self._waits.setdefault(req_id, _Wait(req_id))
         has_moved = wait.computed_tokens not in (None, computed_tokens)
-        wait.computed_tokens = computed_tokens
+        wait.computed_tokens, wait.compute_s, wait.chunk_s = computed_tokens, compute_s, chunk_s
         wait.asked_in_step = self._step
         if not wait.is_deferred:
-            wait.patience = None  # that wait has ended; after a preemption another one begins
-        elif not self._runs_out(wait, compute_s) and self._has_to_come(wait) and not has_moved:
+            wait.began_s = None  # that wait has ended; after a preemption another one begins
+        elif self._has_to_come(wait) and not self._runs_out(wait) and not has_moved:
             return True
         wait.is_deferred = False
-        wait.pending = None
         return False
-
-    def _runs_out(self, wait: _Wait, compute_s: float) -> bool:
-        """Whether a deferred request stops waiting; it then leaves the queue for room."""
-        assert wait.patience is not None
-        wait.is_over = wait.patience.is_over(
-            self._clock(),
-            reads_ended=self._reads_ended(wait),
-            compute_s=compute_s,
-            for_room=wait.holder in self._room_queue,
-        )
-        if wait.is_over:
-            self._room_queue.pop(wait.holder, None)
-        return wait.is_over
-
-    def _reads_ended(self, wait: _Wait) -> int:
-        # A chunk that is pending for another request may come from any tier.
-        tiers = {*wait.tiers.values()} if wait.pending is None else ("disk", "remote")
-        return sum(map(self._engine.reads_ended, tiers))
 
     def _has_to_come(self, wait: _Wait) -> bool:
         if wait.was_refused:
             self._room_queue.setdefault(wait.holder, wait)
-        if wait.holder in self._room_queue or not all(each.done for each in wait.under_way):
+        return wait.holder in self._room_queue or not all(each.done for each in wait.under_way)
+
+    def _runs_out(self, wait: _Wait) -> bool:
+        """Whether a deferred request stops waiting, since computing is faster now.
+
+        It then leaves the queue for room, and the reads that nobody else waits for are given up.
+        """
+        assert wait.began_s is not None
+        longest_s = min(wait.worth_s + _GRACE_S * self._speed, _LONGEST_S)
+        if (
+            self._clock() - wait.began_s >= longest_s
+            or not self._finds_room(wait)
+            or (self._is_late(wait) and not self._cut(wait))
+        ):
+            wait.is_over = True
+            self._room_queue.pop(wait.holder, None)
+            self._engine.leave(wait.chunks, wait.holder, keep_ready=True)
+        return wait.is_over
+
+    def _finds_room(self, wait: _Wait) -> bool:
+        """Whether a request has no need of room, or finds it in time for at least some chunks."""
+        if wait.holder not in self._room_queue or self._engine.may_promote():
             return True
-        return wait.pending is not None and self._is_pending(wait.pending)
+        lacking = sum(each.counts.pending + each.counts.missing for each in wait.under_way)
+        worth_s = wait.computing_s(lacking if wait.under_way else len(wait.chunks))
+        if self._engine.room_s() * self._speed < worth_s:
+            return True
+        wait.is_cramped = True
+        del self._room_queue[wait.holder]
+        return not all(each.done for each in wait.under_way)
 
-    def _is_pending(self, chunk: bytes) -> bool:
-        return self._engine.lookup(chunk) is Presence.PENDING
+    def _is_late(self, wait: _Wait) -> bool:
+        """Whether what has not come may be computed faster: all of it, or the end of it."""
+        pending = [each for each in wait.under_way if not each.done]
+        arrival_s = max(map(self._engine.arrival_s, pending), default=0.0) * self._speed
+        lacking = sum(each.counts.pending for each in pending)
+        return bool(pending) and arrival_s >= wait.computing_s(lacking)
 
-    def want(self, req_id: str, chunk: bytes, tier: str, position: int) -> bool:
-        """Have a chunk that is below the pool promoted at the step's end.
+    def _cut(self, wait: _Wait) -> bool:
+        """Wait for the prefix alone that still comes faster; False if there is none."""
+        count, lacking = self._paying(wait)
+        self._give_up(wait, count)
+        return lacking > 0
+
+    def _paying(self, wait: _Wait) -> tuple[int, int]:
+        """Return how many chunks come before they would be computed, and how many are not ready.
+
+        The prefix is chosen for which loading it and computing the rest takes least time.
+        """
+        arrivals = self._engine.arrivals(wait.chunks)
+        first = next((i for i, each in enumerate(arrivals) if each is not None), len(arrivals))
+        best, best_s, latest_s = first, 0.0, 0.0
+        for count, each in enumerate(arrivals[first:], 1):
+            latest_s = max(latest_s, (each or 0.0) * self._speed)
+            gained_s = wait.computing_s(count) - latest_s
+            # The chunks of a window are of use together.
+            is_choice = not wait.looks_back or first + count == len(arrivals)
+            if is_choice and gained_s > 0.0 and gained_s >= best_s:
+                best, best_s = first + count, gained_s
+        return best, best - first
+
+    def _give_up(self, wait: _Wait, count: int) -> None:
+        """Compute the chunks from number ``count`` on."""
+        rest = wait.chunks[count:]
+        if rest:
+            wait.given_up.update(rest)
+            wait.chunks = wait.chunks[:count]
+            self._engine.leave(rest, wait.holder, keep_ready=True)
+            self._engine.measure_again(rest)
+
+    def want(self, req_id: str, chunk: bytes, tier: str | None, position: int) -> bool:
+        """Have a chunk that is below the pool, or on its way, promoted at the step's end.
 
         Returns whether the request waits for it: not a second time for a chunk that did not come
-        or did not stay. ``position`` is the chunk's place in the request.
+        or did not stay, and not for one that is computed faster. ``tier``: None for a chunk on its
+        way. ``position`` is the chunk's place in the request.
         """
-        wait = self._deferred(req_id)
-        if wait is None:
+        wait = self._waits.setdefault(req_id, _Wait(req_id))
+        wait.asked_in_step = self._step
+        if wait.is_over or chunk in wait.given_up:
             return False
         promotion = wait.promotions.get(chunk)
         if chunk not in wait.tiers:
@@ -195,6 +249,8 @@ class PromotionWaits:
             self._wanting[req_id] = wait
         elif promotion is not None and promotion.done and req_id not in self._room_queue:
             return False
+        if wait.began_s is None:
+            wait.began_s = self._clock()
         wait.is_deferred = True
         self.found(req_id, chunk)
         return True
@@ -203,26 +259,9 @@ class PromotionWaits:
         """Note that a chunk is ready: promoting the chunks behind it must not evict it."""
         self._found.setdefault(req_id, []).append(chunk)
 
-    def wait_for(self, req_id: str, chunk: bytes) -> bool:
-        """Note that a chunk is on its way; False if the request waits no longer."""
-        wait = self._deferred(req_id)
-        if wait is None:
-            return False
-        wait.pending = chunk
-        wait.is_deferred = True
-        self.found(req_id, chunk)
-        return True
-
-    def _deferred(self, req_id: str) -> _Wait | None:
-        """Return what is known of a request, None if it may not wait."""
-        wait = self._waits.setdefault(req_id, _Wait(req_id))
-        wait.asked_in_step = self._step
-        if wait.is_over:
-            return None
-        if wait.patience is None:
-            now_s = self._clock()
-            wait.patience = Patience(began_s=now_s, reads_ended=-1, moved_s=now_s)
-        return wait
+    def found_for(self, req_id: str) -> Sequence[bytes]:
+        """Return the chunks that this step's lookups found for a request."""
+        return self._found.get(req_id, ())
 
     def tier_of(self, req_id: str, chunk: bytes) -> str | None:
         """Return the tier where a request's chunk was found below the pool, if it was."""
@@ -235,6 +274,7 @@ class PromotionWaits:
         """Promote the chunks that the step's lookups found below the pool."""
         for req_id, wait in self._wanting.items():
             wait.chunks = self._found[req_id]
+            wait.worth_s = wait.computing_s(len(wait.chunks))
         self._ask_again()
         for req_id, wait in self._wanting.items():
             if self._room_queue:
@@ -260,17 +300,22 @@ class PromotionWaits:
         self._promote(wait)
 
     def _promote(self, wait: _Wait) -> None:
-        """Promote a request's chunks; it joins the queue if some of them found no room."""
+        """Promote the chunks that pay; the request joins the queue if some found no room."""
+        count, lacking = self._paying(wait)
+        self._give_up(wait, count)
+        wait.worth_s = wait.computing_s(lacking)
         # A promotion ends at the first gap; with a window the chunks behind a gap are useful.
         parts = [[each] for each in wait.chunks] if wait.looks_back else [wait.chunks]
-        wait.under_way = [self._promote_part(wait, part) for part in parts]
+        wait.under_way = [self._promote_part(wait, part) for part in parts] if lacking else []
         if wait.was_refused:
             self._room_queue.setdefault(wait.holder, wait)
         else:
             self._room_queue.pop(wait.holder, None)
 
     def _promote_part(self, wait: _Wait, chunks: list[bytes]) -> Promotion:
-        promotion = self._engine.promote(chunks, pin_s=self._pin_s, holder=wait.holder)
+        promotion = self._engine.promote(
+            chunks, pin_s=self._pin_s, holder=wait.holder, is_demand=True
+        )
         wait.promotions.update(dict.fromkeys(chunks, promotion))
         # A caller that is woken by a refusal asks again at once, and is refused again, for as long
         # as the pins of others last. Room is asked for once a step.
@@ -282,13 +327,13 @@ class PromotionWaits:
     # --- the end ---
 
     def end(self, req_id: str) -> None:
-        """Forget a request, and end the pins that it did not use."""
+        """Forget a request; end the pins that it did not use, and its reads that have not begun."""
         wait = self._waits.pop(req_id, None)
         self._wanting.pop(req_id, None)
         self._found.pop(req_id, None)
         self._room_queue.pop(req_id, None)
         if wait is not None and wait.promotions:
-            self._engine.end_pins(list(wait.promotions), req_id)
+            self._engine.leave(list(wait.promotions), req_id)
 
     def clear(self) -> None:
         """Forget all requests, as the pool has forgotten its chunks."""

@@ -54,7 +54,11 @@ _REMOTE_READ_THREADS: Final = 4
 _REMOTE_WRITE_THREADS: Final = 2
 _DELETE_BATCH: Final = 64
 _QUESTIONS_PER_CALL: Final = 4096
-_END_S: Final = 5.0
+_LEAST_END_S: Final = 0.5
+_SAVE_S: Final = 300.0
+"""How often the order of a local tier's chunks is kept, while chunks are written."""
+_NOBODYS_KEY: Final = hashlib.sha256(b"").digest()
+"""Asked for to find out whether a server answers."""
 
 
 class JobRunner(Protocol):
@@ -156,13 +160,10 @@ class TierIo:
         self._write_threads = _REMOTE_WRITE_THREADS if is_shared else config.disk_write_threads
         # These change under the engine's lock only: a batch is taken and counted, and the decision
         # whether to do it still is made, in one step.
-        self.is_reading = True
-        """False: reads not begun yet are given up, and questions are not asked."""
         self.is_writing = True
         """False: puts not begun yet are dropped."""
-        self._being_read = 0
         self._being_written = 0
-        self._read_meter = BandwidthMeter()
+        self._save_at_s = clock() + _SAVE_S
         self._write_meter = BandwidthMeter()
         self._readers = make_threads(f"kv-get-{self.name}", self._read_threads)
         self._writers = make_threads(f"kv-put-{self.name}", self._write_threads)
@@ -173,11 +174,12 @@ class TierIo:
 
     def info(self) -> wire.TierInfo:
         """Return the tier's size and speed, under the engine's lock."""
+        reads = self._lock.decider.promoter.reads[self.name].meter
         return wire.TierInfo(
             capacity_bytes=self.index.capacity_bytes,
             used_bytes=self.index.used_bytes,
-            read_bytes_per_s=self._read_meter.bytes_per_s(),
-            read_bytes=self._read_meter.total_bytes,
+            read_bytes_per_s=reads.bytes_per_s(),
+            read_bytes=reads.total_bytes,
             write_bytes_per_s=self._write_meter.bytes_per_s(),
         )
 
@@ -228,23 +230,17 @@ class TierIo:
     def _read_batch(self) -> bool:
         """Read the next batch of the queue; return whether there was more."""
         with self._lock as decider:
-            queued = decider.promoter.waiting(self.name)
-            share = self._share(queued + self._being_read, self._read_threads)
-            entries = decider.promoter.take(self.name, share)
+            if self.index.is_suspended:
+                return decider.promoter.give_up(self.index, self._clock())
+            reads = decider.promoter.reads[self.name]
+            share = self._share(reads.waiting + reads.begun, self._read_threads)
+            entries = decider.promoter.take(self.name, share, self._clock())
             if not entries:
                 return False
-            is_more = queued > len(entries)
-            if not self.is_reading:
-                decider.promoter.give_up(self.index, entries, self._clock())
-                return is_more
-            self._being_read += len(entries)
-            self._read_meter.start(self._clock())
+            is_more = reads.waiting > 0
         outcomes = self._move(self._tier.get_many, entries) or [GetOutcome.FAILED] * len(entries)
         with self._lock as decider:
-            now_s = self._clock()
-            self._read_meter.stop(now_s, outcomes.count(GetOutcome.OK) * self._pool.slot_bytes)
-            self._being_read -= len(entries)
-            decider.promoter.end(self.index, entries, outcomes, now_s)
+            decider.promoter.end(self.index, entries, outcomes, self._clock())
         return is_more
 
     def _move(
@@ -292,7 +288,24 @@ class TierIo:
             self._write_meter.stop(now_s, outcomes.count(PutOutcome.STORED) * self._pool.slot_bytes)
             self._being_written -= len(entries)
             decider.cascades[self.name].end(entries, outcomes, now_s)
+            must_save = now_s >= self._save_at_s
+            if must_save:
+                self._save_at_s = now_s + _SAVE_S
+        if must_save:
+            self.save_order(is_final=False)
         return is_more
+
+    def save_order(self, *, is_final: bool) -> None:
+        """Have a local tier keep the order of its chunks for the next start."""
+        if not isinstance(self._tier, LocalTier) or not isinstance(self.index, LocalIndex):
+            return
+        with self._lock:
+            # Chunks that were cleared and are not deleted yet must not be there after a restart.
+            keys = self.index.keys() if is_final else self.index.order()
+        try:
+            self._tier.save(keys, is_final=is_final)
+        except Exception:
+            logger.exception("%s tier: its index was not written", self.name)
 
     def _delete(self, keys: Sequence[bytes]) -> None:
         """Delete chunks, then note that they are gone. On a writer thread."""
@@ -327,16 +340,22 @@ class TierIo:
 
     def _ask_turn(self) -> None:
         """Ask in one call for everything that has come up since the last call."""
-        assert isinstance(self._tier, SharedTier)
+        assert isinstance(self._tier, SharedTier) and isinstance(self.index, SharedIndex)
+        with self._lock:
+            must_ping = self.index.take_ping() and not self.index.is_closed
+        if must_ping:
+            is_answered = bool(self._answers(self._tier.find, [_NOBODYS_KEY]))
+            with self._lock:
+                self.index.pinged(is_answered=is_answered)
         with self._lock as decider:
             keys = decider.promotions.take_questions(_QUESTIONS_PER_CALL)
-            is_wanted = self.is_reading
+            is_wanted = not self.index.is_suspended
         while keys:
             found = self._answers(self._tier.find, keys) if is_wanted else []
             self._note_answers(keys, found)
             with self._lock as decider:
                 keys = decider.promotions.take_questions(_QUESTIONS_PER_CALL)
-                is_wanted = self.is_reading
+                is_wanted = not self.index.is_suspended
 
     def _note_answers(self, keys: Sequence[bytes], found: Sequence[bool]) -> None:
         """Note all answers, then advance the promotions that waited for one; a portion at a time.
@@ -347,7 +366,10 @@ class TierIo:
         for start in range(0, len(keys), PORTION):
             part = slice(start, start + PORTION)
             with self._lock as decider:
-                decider.promotions.answered(keys[part], found[part] or None, self._clock())
+                now_s = self._clock()
+                decider.promotions.answered(keys[part], found[part] or None, now_s)
+                assert isinstance(self.index, SharedIndex)
+                decider.cascades[self.name].put_again(self.index.take_lost(), now_s)
         is_more = True
         while is_more:
             with self._lock as decider:
@@ -430,10 +452,15 @@ class TierStack:
         return {io.name: io.info() for io in self.io if io.index.is_there}
 
     def close(self, drain_s: float) -> bool:
-        """Write queued puts for at most ``drain_s``, end the I/O; False if a thread still hangs."""
+        """Write queued puts for at most ``drain_s``, end the I/O; False if a thread still hangs.
+
+        Waits half as long again for I/O that has begun, and to keep the order of what is on disk.
+        """
+        ends_s = time.monotonic() + drain_s + max(_LEAST_END_S, drain_s / 2)
         with self._lock:
             for io in self.io:
-                io.is_reading = False
+                # Reads not begun are given up, and questions are not asked.
+                io.index.is_closed = True
         for io in self.io:
             io.stop()
         self._join(TierIo.join_writers, drain_s)
@@ -444,9 +471,18 @@ class TierStack:
         if self.remote is not None:
             # Before its threads end: calls that wait for its server fail now.
             self.remote.close()
-        ended = self._join(TierIo.join, _END_S)
-        self.local.close()
+        ended = self._join(TierIo.join, ends_s - time.monotonic())
+        # On a thread, since an idle disk may hang, too.
+        last = IoThreads("kv-end", 1)
+        last.submit(partial(self._end_local, saves=ended))
+        last.stop()
+        last.join(ends_s - time.monotonic())
         return ended
+
+    def _end_local(self, *, saves: bool) -> None:
+        if saves:
+            self.io[0].save_order(is_final=True)
+        self.local.close()
 
     def _join(self, join: Callable[[TierIo, float], bool], timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s
@@ -528,10 +564,10 @@ def make_remote(config: EngineConfig, layout: ChunkLayout) -> SharedTier | None:
         serde,
         readers=_exact_serdes(layout.dtype),
         server=str(url),
+        secret=config.fleet_secret,
     )
-    # A question for a key that nobody stores, so that a server that is down, or a wrong password,
-    # is logged now and not at the first request.
-    if tier.find([hashlib.sha256(b"").digest()]) is not None:
+    # So that a server that is down, or a wrong password, is logged now, not at the first request.
+    if tier.find([_NOBODYS_KEY]) is not None:
         logger.info("remote tier: %s answers, %s", url, serde.name)
     return tier
 

@@ -5,22 +5,31 @@ change while vLLM runs. A chunk's key in our tiers covers both: adapters by the 
 files, weights updated in place by an epoch.
 """
 
+import contextlib
 import hashlib
+import json
 import logging
 import os
 import threading
+import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-_SMALL_FILE_BYTES: Final = 1 << 20
-_INDEX_FILE_BYTES: Final = 64 << 20
-"""JSON files (the configuration, the index of a model's weights) may be longer."""
-_SAMPLES: Final = 16
-_SAMPLE_BYTES: Final = 4096
+import xxhash
+
+_LARGE_FILE_BYTES: Final = 1 << 20
+"""The digest of a file of this size is kept for the next start."""
+_PART_BYTES: Final = 8 << 20
+_HASH_THREADS: Final = 4
+_SETTLED_NS: Final = 2_000_000_000
+"""A file that was changed more recently may change again without a new time of change."""
+_MOST_KEPT: Final = 4096
+_MOST_KEPT_BYTES: Final = 1 << 20
 
 FileStates = tuple[tuple[str, int, int, int, int], ...]
 """Name, size, inode, modification time (ns) and change time (ns) of each file."""
@@ -41,21 +50,19 @@ class WeightFiles:
         return repository.removeprefix("models--").replace("--", "/")
 
     def digest(self) -> str:
-        """Return a text that changes when the files change. Raises OSError.
+        """Return a text that changes when the content of a file changes. Raises OSError.
 
-        For a hub's snapshot it is the revision, plus a digest of files that are not links into
-        the hub's store: the same on every machine. For other files it is a digest of names and
-        sizes, of the content of small files, and of the modification time and samples of large
-        files (weights). Copying such a model may change the text, which costs a cold cache.
-        Replacing a model in place must change it.
+        Whole files are hashed, so copies on other machines have the same text. For a hub's
+        snapshot it is the revision, plus a digest of the files that are not as the hub names them.
         """
+        files = self._own_files()
         digest = hashlib.sha256()
-        for path in self._files():
-            if self.hub_name is None or path.resolve().parent.name != "blobs":
-                _add_file(digest, path)
+        with ThreadPoolExecutor(_HASH_THREADS) as threads:
+            for path, content in zip(files, threads.map(_content_digest, files), strict=True):
+                digest.update(f"{path.name}\0{content}\0".encode())
         if self.hub_name is None:
             return digest.hexdigest()[:32]
-        own = "" if digest.digest() == hashlib.sha256().digest() else f"+{digest.hexdigest()[:32]}"
+        own = f"+{digest.hexdigest()[:32]}" if files else ""
         return f"{self.hub_name}@{self.path.name}{own}"
 
     def states(self) -> FileStates:
@@ -69,11 +76,15 @@ class WeightFiles:
     def changed_since(self, time_s: float) -> bool:
         """Whether a file was changed or added since. Raises OSError.
 
-        False for a hub's snapshot: another revision is in another directory.
+        In a hub's snapshot, the files that are as the hub names them do not count.
         """
-        if self.hub_name is not None:
-            return False
-        return any(path.stat().st_ctime > time_s for path in self._files())
+        return any(path.stat().st_ctime > time_s for path in self._own_files())
+
+    def _own_files(self) -> list[Path]:
+        """Return the files that the name of a hub's snapshot does not identify."""
+        if self.hub_name is None:
+            return [*self._files()]
+        return [path for path in self._files() if not _is_of_hub(path)]
 
     def _files(self) -> Iterator[Path]:
         if self.path.is_file():
@@ -84,24 +95,80 @@ class WeightFiles:
                 yield path
 
 
-def _add_file(digest: "hashlib._Hash", path: Path) -> None:
-    stat = path.stat()
-    digest.update(f"{path.name}\0{stat.st_size}\0".encode())
-    is_index = path.suffix == ".json" and stat.st_size <= _INDEX_FILE_BYTES
-    if is_index or stat.st_size <= _SMALL_FILE_BYTES:
-        digest.update(path.read_bytes())
-        return
-    digest.update(str(stat.st_mtime_ns).encode())
+def _is_of_hub(path: Path) -> bool:
+    """Whether a snapshot's file is a link to a blob that has the content of its name."""
+    blob = path.resolve()
+    if blob.parent.name != "blobs":
+        return False
+    link, stat = path.lstat(), blob.stat()
+    if stat.st_ctime_ns <= link.st_ctime_ns and stat.st_mtime_ns <= link.st_mtime_ns:
+        return True  # the hub's client writes the blob before the link
+    if len(blob.name) == hashlib.sha256().digest_size * 2:
+        return blob.name == _content_digest(blob, "sha256")
+    git = b"blob %d\0" % stat.st_size + blob.read_bytes()
+    return blob.name == hashlib.sha1(git, usedforsecurity=False).hexdigest()
+
+
+def _content_digest(path: Path, algorithm: str = "xxh3_128") -> str:
+    """Return the digest of a whole file; that of a large file is kept for later processes."""
+    before = path.stat()
+    times = f"{before.st_mtime_ns}:{before.st_ctime_ns}"
+    name = f"{algorithm}:{before.st_dev}:{before.st_ino}:{before.st_size}:{times}"
+    # A file system that was built as an image may have the same inodes and times for other content:
+    # builders write one time, of whole seconds, everywhere.
+    is_kept = (
+        before.st_size >= _LARGE_FILE_BYTES
+        and before.st_ctime_ns % 1_000_000_000 != 0
+        and time.time_ns() - before.st_ctime_ns > _SETTLED_NS
+    )
+    kept = _kept_digests() if is_kept else {}
+    if name in kept:
+        return kept[name]
+    digest: Any = xxhash.xxh3_128() if algorithm == "xxh3_128" else hashlib.new(algorithm)
+    part = memoryview(bytearray(min(_PART_BYTES, before.st_size + 1)))
     with path.open("rb", buffering=0) as file:
-        for sample in range(_SAMPLES):
-            offset = sample * (stat.st_size - _SAMPLE_BYTES) // (_SAMPLES - 1)
-            digest.update(os.pread(file.fileno(), _SAMPLE_BYTES, offset))
+        while length := file.readinto(part):
+            digest.update(part[:length])
+        after = os.fstat(file.fileno())
+    if is_kept and (after.st_ino, after.st_ctime_ns) == (before.st_ino, before.st_ctime_ns):
+        _keep_digest(name, digest.hexdigest())
+    return str(digest.hexdigest())
+
+
+def _digests_file() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    return Path(cache) / "warmroute" / "weights.json"
+
+
+def _kept_digests() -> dict[str, str]:
+    """Return the digests that earlier processes have kept, the oldest first."""
+    try:
+        text = _digests_file().read_bytes()[: _MOST_KEPT_BYTES + 1]
+        kept = json.loads(text)
+    except (OSError, ValueError):
+        return {}
+    is_sound = isinstance(kept, dict) and all(isinstance(each, str) for each in kept.values())
+    return kept if is_sound else {}
+
+
+def _keep_digest(name: str, digest: str) -> None:
+    path = _digests_file()
+    kept = [*_kept_digests().items(), (name, digest)][-_MOST_KEPT:]
+    draft = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")
+    with contextlib.suppress(OSError, RuntimeError):  # then the next start reads the file again
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        draft.write_text(json.dumps(dict(kept)))
+        draft.replace(path)
 
 
 logger = logging.getLogger("vllm.warmroute")
 
 _KEY64_BYTES: Final = 8
 _MOST_ADAPTERS: Final = 65_536
+_CHECK_S: Final = 1.0
+_LEAST_CHECK_S: Final = 0.05
+_CHECK_SHARE: Final = 0.05
+"""The most of one processor that checks of many adapters' files may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +217,9 @@ class _Loaded:
 class KvVersions:
     """The versions of one replica's KV over time. Thread-safe.
 
-    ``locate`` returns the files of an adapter, given its path; None if it cannot find them.
+    ``locate`` returns the files of an adapter, given its path; None if it cannot find them. A
+    thread looks at the files of loaded adapters (`start_checking`): the scheduler must not wait for
+    a file system.
     """
 
     def __init__(self, locate: Callable[[str], WeightFiles | None] | None = None) -> None:
@@ -165,8 +234,53 @@ class KvVersions:
         self._loaded: OrderedDict[tuple[int, str, str], _Loaded | None] = OrderedDict()
         # vLLM's thread loads and uses adapters; the agent's thread looks them up by name.
         self._lock = threading.Lock()
+        self._is_wanted = threading.Event()
+        self._stopped = threading.Event()
         self.empty_gpu: Callable[[], bool] = lambda: True
         """Clears vLLM's own cache; returns False if that is in use."""
+
+    def start_checking(self) -> None:
+        """Call `check_adapters` on a thread until `stop_checking`.
+
+        That is once a second, and when a request with an adapter arrives: before its first chunk is
+        computed, as a rule.
+        """
+        threading.Thread(target=self._check, name="kv-adapters", daemon=True).start()
+
+    def stop_checking(self) -> None:
+        """End that; a thread that waits for a file system is not waited for."""
+        self._stopped.set()
+        self._is_wanted.set()
+
+    def _check(self) -> None:
+        took_s = 0.0
+        while not self._stopped.wait(max(_LEAST_CHECK_S, took_s / _CHECK_SHARE)):
+            self._is_wanted.wait(_CHECK_S)
+            self._is_wanted.clear()
+            began_s = time.monotonic()
+            self.check_adapters()
+            took_s = time.monotonic() - began_s
+
+    def check_adapters(self) -> None:
+        """Stop caching for adapters whose files have changed since they were loaded.
+
+        vLLM reads the files again after it has dropped an adapter to free memory.
+        """
+        with self._lock:
+            loaded = [each for each in self._loaded.items() if each[1] is not None]
+        for load, before in loaded:
+            _, name, path = load
+            if before is None or self._states(path) == before.states:
+                continue
+            with self._lock:
+                if self._loaded.get(load) is not before:
+                    continue
+                self._loaded[load] = None
+            logger.warning(
+                "LoRA adapter %s: its files in %s have changed since it was loaded. Its KV is "
+                "cached in the GPU only; unload the adapter and load it again",
+                *(name, path),
+            )
 
     def weights_changed(self) -> None:
         """Begin an epoch: chunks stored so far are no longer found, in any tier."""
@@ -200,8 +314,11 @@ class KvVersions:
 
     def adapter_states(self, adapter: LoraAdapter) -> FileStates | None:
         """Return the state of an adapter's files now; None if they cannot be read."""
+        return self._states(adapter.path)
+
+    def _states(self, path: str) -> FileStates | None:
         try:
-            files = self._locate(adapter.path)
+            files = self._locate(path)
             return files.states() if files else None
         except OSError:
             return None
@@ -217,6 +334,7 @@ class KvVersions:
                 return KvVersion(self._epoch)
             name = (adapter.name, adapter.path)
             digest = self._digest(adapter)
+            self._is_wanted.set()
             if digest is None or name in self._stale_adapters:
                 return UNCACHED
             return KvVersion(self._epoch, digest)
@@ -251,20 +369,10 @@ class KvVersions:
         """Return the digest of the files that vLLM loaded the adapter from; None if unknown."""
         load = (adapter.load_id, adapter.name, adapter.path)
         if load not in self._loaded:
+            # Nobody has announced it: vLLM's workers read its files in this step, too.
             self._remember(adapter, self._read(adapter.path))
         loaded = self._loaded[load]
-        if loaded is None:
-            return None
-        # vLLM reads the files again after it has dropped the adapter to free memory.
-        if self.adapter_states(adapter) != loaded.states:
-            logger.warning(
-                "LoRA adapter %s: its files in %s have changed since it was loaded. Its KV is "
-                "cached in the GPU only; unload the adapter and load it again",
-                *(adapter.name, adapter.path),
-            )
-            self._loaded[load] = None
-            return None
-        return loaded.digest
+        return None if loaded is None else loaded.digest
 
     def _remember(self, adapter: LoraAdapter, loaded: _Loaded | None) -> None:
         name = (adapter.name, adapter.path)

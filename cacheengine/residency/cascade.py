@@ -9,10 +9,13 @@ from cacheengine.residency.decisions import PORTION
 from cacheengine.residency.lower_index import LowerIndex
 from cacheengine.residency.pool_index import PoolEntry
 from cacheengine.residency.state import CacheState
+from cacheengine.tiers.store import SLOWEST_BYTES_S
 from cacheengine.tiers.tier import LONGEST_BACKOFF_S, PutOutcome, tier_backoff
 
 _TRIES: Final = 3
 """Writes of one chunk before it is given up."""
+_STUCK_S: Final = 10.0
+"""A tier that ends no write for longer hangs; a large chunk gets more."""
 _MOST_DROPPED: Final = 16_384
 """Chunks remembered whose put was dropped; beyond that the oldest are given up."""
 
@@ -31,7 +34,8 @@ class Cascade:
     An entry whose put is queued or under way is not evicted. After a failure the tier is left
     alone for a while; after the last failure the longest backoff must pass before the tier may
     use its whole capacity again. A put that is dropped is tried again while its chunk is in the
-    pool (`retry`); a put that fails is tried three times in all.
+    pool (`retry`); a put that fails is tried three times in all. While the tier hangs, puts that
+    have not begun are dropped. One that has begun reads its entry's slot, which it keeps.
     """
 
     def __init__(self, state: CacheState, index: LowerIndex, max_queued: int) -> None:
@@ -41,13 +45,19 @@ class Cascade:
         self._max_queued = max_queued
         self._backoff = tier_backoff()
         self._grow_at_s = float("-inf")
+        self._stuck_s = _STUCK_S + state.chunk_bytes / SLOWEST_BYTES_S
+        # The last time that a put ended, or the first was queued.
+        self._moved_s = float("-inf")
         self._waiting: deque[_Put] = deque()
         self._by_key: dict[bytes, _Put] = {}  # puts under way included
-        # How often each was tried; the first dropped at the front.
-        self._dropped: OrderedDict[bytes, int] = OrderedDict()
+        state.dropped[index.name] = OrderedDict()
         self._next_number = 0
         # Puts with smaller numbers were cancelled, all in one step.
         self._first_wanted = 0
+
+    @property
+    def _dropped(self) -> OrderedDict[bytes, int]:
+        return self._state.dropped[self._index.name]
 
     @property
     def queued_bytes(self) -> int:
@@ -64,18 +74,34 @@ class Cascade:
         if not self._index.is_there or self._is_below(entry.key):
             return
         if self._can_queue(now_s):
-            self._queue(entry, self._dropped.pop(entry.key, 0))
+            self._queue(entry, self._dropped.pop(entry.key, 0), now_s)
         else:
-            self._drop(entry, self._dropped.get(entry.key, 0))
+            self._drop(entry, self._dropped.get(entry.key, 0), now_s)
 
     def _is_below(self, key: bytes) -> bool:
         is_queued = key in self._by_key
         return is_queued or (self._index.is_known(key) and not self._index.must_rewrite(key))
 
     def _can_queue(self, now_s: float) -> bool:
-        return not self._backoff.is_on(now_s) and len(self._by_key) < self._max_queued
+        is_free = len(self._by_key) < self._max_queued
+        return is_free and not self._backoff.is_on(now_s) and not self._is_stuck(now_s)
 
-    def _queue(self, entry: PoolEntry, tries: int) -> None:
+    def _is_stuck(self, now_s: float) -> bool:
+        return bool(self._by_key) and now_s - self._moved_s > self._stuck_s
+
+    def watch(self, now_s: float) -> bool:
+        """Drop puts to a tier that hangs, a portion; return whether there are more."""
+        if self._is_stuck(now_s):
+            for _ in range(min(PORTION, len(self._waiting))):
+                put = self._waiting.popleft()
+                self._drop_queued(put, now_s)
+                self._leave(put.entry, now_s)
+            return bool(self._waiting)
+        return False
+
+    def _queue(self, entry: PoolEntry, tries: int, now_s: float) -> None:
+        if not self._by_key:
+            self._moved_s = now_s
         self._state.pool.begin_put(entry)
         put = _Put(entry, self._next_number, tries)
         self._next_number += 1
@@ -83,12 +109,20 @@ class Cascade:
         self._by_key[entry.key] = put
         self._state.work.puts[self._index.name] += 1
 
-    def _drop(self, entry: PoolEntry, tries: int) -> None:
+    def _drop(self, entry: PoolEntry, tries: int, now_s: float) -> None:
         self._stats.put_drops += 1
         if tries < _TRIES:
             self._dropped[entry.key] = tries
         if len(self._dropped) > _MOST_DROPPED:
-            self._dropped.popitem(last=False)
+            oldest = self._state.pool.ready(self._dropped.popitem(last=False)[0])
+            if oldest is not None:
+                self._state.remove_if_unwanted(oldest, now_s)
+
+    def put_again(self, keys: Collection[bytes], now_s: float) -> None:
+        """Queue the puts of chunks that the tier has lost, as far as they are in the pool."""
+        self._state.emit(self._index.name, stored=False, keys=keys)
+        for entry in filter(None, map(self._state.pool.ready, keys)):
+            self.queue(entry, now_s)
 
     def retry(self, now_s: float) -> None:
         """Queue again puts that were dropped, a portion of them, of chunks still in the pool."""
@@ -97,9 +131,13 @@ class Cascade:
                 return
             key, tries = self._dropped.popitem(last=False)
             entry = self._state.pool.ready(key)
-            if entry is not None and not self._is_below(key):
+            if entry is None:
+                continue
+            if self._is_below(key):
+                self._state.remove_if_unwanted(entry, now_s)
+            else:
                 self._stats.put_retries += 1
-                self._queue(entry, tries)
+                self._queue(entry, tries, now_s)
 
     def begin(self, most: int, now_s: float) -> tuple[list[PoolEntry], list[bytes]]:
         """Reserve room below for at most ``most`` queued puts, the oldest first.
@@ -123,7 +161,7 @@ class Cascade:
             was_found = key in self._index
             leaving = self._reserve(put, now_s)
             if leaving is None:
-                self._drop_queued(put)
+                self._drop_queued(put, now_s)
                 self._leave(put.entry, now_s)
                 continue
             entries.append(put.entry)
@@ -136,9 +174,9 @@ class Cascade:
     def _is_wanted(self, put: _Put) -> bool:
         return put.is_wanted and put.number >= self._first_wanted
 
-    def _drop_queued(self, put: _Put) -> None:
+    def _drop_queued(self, put: _Put, now_s: float) -> None:
         if self._is_wanted(put):
-            self._drop(put.entry, put.tries)
+            self._drop(put.entry, put.tries, now_s)
         else:
             self._stats.put_drops += 1
 
@@ -155,6 +193,7 @@ class Cascade:
         self, entries: Sequence[PoolEntry], outcomes: Sequence[PutOutcome], now_s: float
     ) -> None:
         """Note how the writes of reserved chunks ended."""
+        self._moved_s = now_s
         for entry, outcome in zip(entries, outcomes, strict=True):
             if outcome is PutOutcome.STORED:
                 self._stored(entry)
@@ -179,7 +218,7 @@ class Cascade:
         if outcome is not PutOutcome.NOT_TRIED:
             put.tries += 1
             self._stats.io_errors += 1
-        self._drop_queued(put)
+        self._drop_queued(put, now_s)
         if not self._index.not_written(entry.key):
             self._state.delete(self._index, [entry.key])
         elif entry.key in self._index:
@@ -199,7 +238,7 @@ class Cascade:
     def cancel(self, keys: Collection[bytes] | None = None) -> None:
         """Have queued puts dropped, of all chunks or of these, when their turn comes."""
         if keys is None:
-            self._dropped = OrderedDict()
+            self._state.dropped[self._index.name] = OrderedDict()
             self._first_wanted = self._next_number
             return
         for key in keys:

@@ -45,10 +45,9 @@ class Decider:
             index.name: Cascade(self.state, index, share) for index in lower
         }
         remotes = [index for index in lower if isinstance(index, SharedIndex)]
+        self._remote = remotes[0] if remotes else None
         self.promoter = Promoter(self.state, self.cascades)
-        self.promotions = PrefixPromotions(
-            self.state, self.promoter, remotes[0] if remotes else None
-        )
+        self.promotions = PrefixPromotions(self.state, self.promoter, self._remote)
 
     # --- lookups ---
 
@@ -95,7 +94,7 @@ class Decider:
             tiers.append(index.name)
         return tiers
 
-    def touch(self, keys: Sequence[bytes]) -> None:
+    def touch(self, keys: Sequence[bytes], now_s: float) -> None:
         """Note a use in every tier; the first chunk of a prefix becomes the most recent.
 
         A later chunk of a prefix is useless without the earlier ones, so it is evicted first.
@@ -104,6 +103,13 @@ class Decider:
         for index in self.state.lower:
             for key in reversed(keys):
                 index.touch(key)
+        if self._remote is None:
+            return
+        job_is_queued = self._remote.has_questions
+        for key in keys:
+            self._remote.renew(key, now_s)
+        if self._remote.has_questions and not job_is_queued:
+            self.state.work.has_questions = True
 
     # --- holds ---
 
@@ -233,6 +239,16 @@ class Decider:
         """Whether a chunk from below would find room now, and could be pinned."""
         return self.pool.may_pin(None) and self.state.has_room(now_s)
 
+    def watch(self, now_s: float) -> bool:
+        """Give up what waits for tiers that hang, a portion; have a tier that failed pinged.
+
+        Returns whether there is more to give up.
+        """
+        self.promotions.watch(now_s)
+        return self.promoter.watch(now_s) or any(
+            each.watch(now_s) for each in self.cascades.values()
+        )
+
     def expire_pins(self, now_s: float) -> tuple[int, bool]:
         """Take off pins whose deadline has passed, queue dropped puts again; a portion of each.
 
@@ -242,12 +258,22 @@ class Decider:
             cascade.retry(now_s)
         return self.state.end_expired(now_s), bool(self.pool.expired_pins(now_s, 1))
 
-    def end_pins(self, keys: Sequence[bytes], holder: Holder, now_s: float) -> None:
-        """End one holder's pins of chunks, given in prefix order."""
+    def leave(
+        self, keys: Sequence[bytes], holder: str, now_s: float, *, keep_ready: bool = False
+    ) -> None:
+        """End a holder's pins of chunks, given in prefix order, and its waits for them.
+
+        ``keep_ready``: only of chunks that are not ready.
+        """
+        self.promotions.leave(holder)
         # Backwards, so that the first chunk of a prefix is the most recent.
         for entry in filter(None, map(self.pool.get, reversed(keys))):
-            self.pool.end_pin(entry, holder)
-            self.state.remove_if_unwanted(entry, now_s)
+            if entry.state is not EntryState.READY:
+                self.pool.end_pin(entry, holder)
+                self.promoter.leave(entry, holder, now_s)
+            elif not keep_ready:
+                self.pool.end_pin(entry, holder)
+                self.state.remove_if_unwanted(entry, now_s)
 
     def held_in(self, keys: Sequence[bytes], tier: str) -> int:
         """Return how many leading chunks a tier is known to hold."""

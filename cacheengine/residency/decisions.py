@@ -79,9 +79,15 @@ class Promotion:
     """Live counts of one call to promote; safe to read from any thread.
 
     The engine settles each chunk once. When none is pending, waiters wake and callbacks are called.
+    ``holder`` is the request that the chunks are for, if there is one already; ``is_demand``: it
+    waits for them.
     """
 
-    def __init__(self, asked: int) -> None:
+    def __init__(self, asked: int, holder: str | None = None, *, is_demand: bool = False) -> None:
+        self.holder = holder
+        self.is_demand = is_demand
+        self.reads: dict[str, int] = {}
+        """The last of its reads from each tier, by `ReadQueue.number`; under the engine's lock."""
         # Guards the counts and the callbacks: an I/O thread settles while
         # another thread reads or adds a callback.
         self._changed = threading.Condition(threading.Lock())

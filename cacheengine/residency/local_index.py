@@ -77,11 +77,16 @@ class LocalIndex(LowerIndex):
     def can_read(self, key: bytes, now_s: float) -> bool:
         """Whether the chunk can be found, and is not left alone after a failed read."""
         backoff = self._backoffs.get(key)
-        return key in self and (backoff is None or not backoff.is_on(now_s))
+        is_left_alone = self.is_suspended or (backoff is not None and backoff.is_on(now_s))
+        return not is_left_alone and key in self
 
     def keys(self) -> list[bytes]:
         """Return the keys that can be found: those set aside, then the next to leave first."""
         return [key for key in self._policy.order() if key in self]
+
+    def order(self) -> list[bytes]:
+        """Return the keys in that order, and chunks among them that are cleared. Fast."""
+        return [*self._policy.order()]
 
     def is_known(self, key: bytes) -> bool:
         """Whether the chunk takes room: it is there, being written or being deleted."""

@@ -35,6 +35,15 @@ class LowerIndex(ABC):
     """How much the tier may hold; 0 if that is not known, or nothing."""
     has_breaker: bool = False
     """The tier itself decides for how long a server that fails is left alone."""
+    is_hanging: bool = False
+    """A read has been under way for too long (`Promoter.watch`)."""
+    is_closed: bool = False
+    """The engine ends."""
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether nothing is read now."""
+        return self.is_hanging or self.is_closed
 
     @property
     def is_there(self) -> bool:
@@ -54,7 +63,7 @@ class LowerIndex(ABC):
 
     @abstractmethod
     def can_read(self, key: bytes, now_s: float) -> bool:
-        """Whether the chunk can be found, and no pause after a failed read prevents a read."""
+        """Whether the chunk can be found, and neither a pause nor a hanging tier prevents it."""
 
     @abstractmethod
     def keys(self) -> list[bytes]:

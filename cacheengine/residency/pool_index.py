@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Mapping
 from enum import Enum, auto
 from itertools import islice
+from math import inf
 from types import MappingProxyType
 from typing import Final
 
@@ -92,6 +93,10 @@ class PoolEntry:
         )
 
 
+def _request_pins(leases: Mapping[Holder, float]) -> int:
+    return len(leases) - (None in leases)
+
+
 class PinDeadlines:
     """Ready entries by when the first of their pins ends; equal ones in the order of pinning.
 
@@ -115,6 +120,10 @@ class PinDeadlines:
         if due_s is not None:
             self._entries.setdefault(due_s, OrderedDict())[entry.key] = entry
         entry.due_s = due_s
+
+    def first_s(self) -> float:
+        """Return when the first pin ends, infinite if none does."""
+        return next(iter(self._entries), inf)
 
     def past(self, now_s: float) -> Iterator[PoolEntry]:
         """Yield the entries with a pin whose deadline has passed."""
@@ -157,6 +166,7 @@ class PoolIndex:
         self._busy: set[bytes] = set()
         self._pinned: dict[bytes, PoolEntry] = {}  # also entries to be pinned when ready
         self._deadlines = PinDeadlines()
+        self._request_pins = 0
         self._operator_pinned: set[bytes] = set()
         self._max_operator_pinned = int(_OPERATOR_SHARE * num_slots)
         self._max_pinned = max(1, int(MAX_PINNED_SHARE * num_slots))
@@ -250,6 +260,7 @@ class PoolIndex:
         """Clear the pool in one step: end all pins, and hide all entries until `remove`."""
         self._generation += 1
         self._pinned, self._deadlines, self._operator_pinned = {}, PinDeadlines(), set()
+        self._request_pins = 0
 
     def remove(self, entry: PoolEntry) -> None:
         """Forget an entry that is not in use, and free its slot."""
@@ -257,6 +268,7 @@ class PoolIndex:
         if not self.is_hidden(entry):
             assert not entry.is_operator_pinned
             self._pinned.pop(entry.key, None)
+            self._request_pins -= _request_pins(entry.leases)
             self._deadlines.note(entry, None)
         if self.is_ready(entry):
             self._policy.evict(entry.key)
@@ -341,6 +353,15 @@ class PoolIndex:
         """How many entries can have pins that are not an operator's."""
         return self._max_pinned - len(self._operator_pinned)
 
+    def room_s(self, now_s: float) -> float:
+        """Return in how many seconds a full pool may have room, 0 if at any moment.
+
+        The pins of requests end when these load the chunks, long before their deadline.
+        """
+        if self._request_pins or (self.pins_left > 0 and (self._busy or self._unfinished)):
+            return 0.0
+        return max(0.0, self._deadlines.first_s() - now_s)
+
     def pin(self, entry: PoolEntry, pin_s: float, now_s: float, holder: Holder = None) -> None:
         """Keep an entry for ``pin_s`` seconds from now, or from when its bytes are whole.
 
@@ -383,6 +404,7 @@ class PoolIndex:
     def _keep_leases(self, entry: PoolEntry, leases: Mapping[Holder, float]) -> None:
         if self.is_hidden(entry) or not (leases or entry.leases):
             return
+        self._request_pins += _request_pins(leases) - _request_pins(entry.leases)
         entry.leases = leases or _NO_LEASES
         if None not in leases:
             entry.awaited = 0
@@ -451,6 +473,8 @@ class PoolIndex:
         order = [*self._policy.order()]
         assert len(order) == len(self._policy) and {*order} == in_policy
         assert pinned == self._pinned.keys()
+        leases = [entry.leases for entry in self._pinned.values()]
+        assert self._request_pins == sum(map(_request_pins, leases))
         self._deadlines.check(self._pinned.values())
         assert by_operator == self._operator_pinned
         assert len(by_operator) <= self._max_operator_pinned

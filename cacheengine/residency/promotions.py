@@ -1,6 +1,7 @@
 """The way up: reads from lower tiers into the pool, for prefixes that were asked for. Pure."""
 
-from collections import deque
+import logging
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -10,41 +11,75 @@ from cacheengine.residency.cascade import Cascade
 from cacheengine.residency.decisions import PORTION, Promotion, PromotionOutcome
 from cacheengine.residency.lower_index import LowerIndex
 from cacheengine.residency.pool_index import EntryState, Holder, PoolEntry
+from cacheengine.residency.read_queue import ReadQueue
 from cacheengine.residency.shared_index import SharedIndex
 from cacheengine.residency.state import CacheState
 from cacheengine.tiers.tier import GetOutcome
+
+logger = logging.getLogger("vllm.warmroute")
 
 
 class Promoter:
     """Reads from being queued (`PrefixPromotions`) to their end.
 
     What was read from one tier is put to the tiers nearer than that, by ``cascades``.
+
+    A read writes into its entry's slot. So an entry whose read has begun keeps the slot until the
+    read ends, whatever happens meanwhile: the request is aborted, the pool is cleared, the tier
+    hangs. Only reads that have not begun are given up, under the lock under which they would begin.
     """
 
     def __init__(self, state: CacheState, cascades: Mapping[str, Cascade]) -> None:
         self._state = state
         self._cascades = cascades
-        self._waiting: dict[str, deque[PoolEntry]] = {index.name: deque() for index in state.lower}
+        self.reads: dict[str, ReadQueue] = {
+            index.name: ReadQueue(state.chunk_bytes) for index in state.lower
+        }
 
-    def begin_get(self, key: bytes, source: LowerIndex) -> PoolEntry:
+    def begin_get(
+        self, key: bytes, source: LowerIndex, now_s: float, *, is_demand: bool
+    ) -> PoolEntry:
         """Take a free slot for a chunk, and queue its read from a tier."""
         entry = self._state.pool.add(key, EntryState.PROMOTING)
-        self._queue(entry, source)
+        self._queue(entry, source, now_s, is_demand=is_demand)
         return entry
 
-    def _queue(self, entry: PoolEntry, source: LowerIndex) -> None:
+    def _queue(
+        self, entry: PoolEntry, source: LowerIndex, now_s: float, *, is_demand: bool
+    ) -> None:
         source.begin_read(entry.key)
-        self._waiting[source.name].append(entry)
+        self.reads[source.name].add(entry, now_s, is_demand=is_demand)
         self._state.work.gets[source.name] += 1
 
-    def waiting(self, tier: str) -> int:
-        """How many reads from a tier have not begun."""
-        return len(self._waiting[tier])
+    def join(self, entry: PoolEntry, promotion: Promotion) -> None:
+        """Have a promotion wait for an entry that is not ready."""
+        self._state.waiters.setdefault(entry.key, []).append(promotion)
+        for tier, reads in self.reads.items():
+            if entry.key in reads:
+                if promotion.is_demand:
+                    reads.hurry(entry.key)
+                last = promotion.reads.get(tier, 0)
+                promotion.reads[tier] = max(last, reads.number(entry.key) or 0)
 
-    def take(self, tier: str, most: int) -> list[PoolEntry]:
-        """Return at most ``most`` entries to read next from a tier; then `end`, or `give_up`."""
-        queue = self._waiting[tier]
-        return [queue.popleft() for _ in range(min(most, len(queue)))]
+    def leave(self, entry: PoolEntry, holder: str, now_s: float) -> None:
+        """End a holder's wait for an entry; give its read up if nobody else waits."""
+        waiters = self._state.waiters.get(entry.key, [])
+        stay = [each for each in waiters if each.holder != holder]
+        for each in waiters:
+            if each.holder == holder:
+                self._state.work.settled.append((each, PromotionOutcome.MISSING, 1))
+        if stay:
+            self._state.waiters[entry.key] = stay
+            return
+        self._state.waiters.pop(entry.key, None)
+        for index in self._state.lower:
+            if self.reads[index.name].is_waiting(entry.key):
+                self._cancel(index, entry, now_s)
+                self._state.pool.remove(entry)
+
+    def take(self, tier: str, most: int, now_s: float | None = None) -> list[PoolEntry]:
+        """Begin at most ``most`` reads from a tier; `end` must follow. See `ReadQueue.take`."""
+        return self.reads[tier].take(most, now_s)
 
     def end(
         self,
@@ -55,10 +90,13 @@ class Promoter:
     ) -> None:
         """Note how reads from a tier ended: each chunk is visible, or was never there."""
         for entry, outcome in zip(entries, outcomes, strict=True):
+            is_whole = outcome is GetOutcome.OK
+            moved_bytes = self._state.chunk_bytes if is_whole else 0
+            self.reads[index.name].end(entry.key, now_s, moved_bytes)
             self._count(index, outcome)
             self._end_read(index, entry.key, outcome, now_s)
             # The pool may have been cleared while the bytes came.
-            if outcome is GetOutcome.OK and not self._state.pool.is_hidden(entry):
+            if is_whole and not self._state.pool.is_hidden(entry):
                 self._promoted(entry, index, now_s)
             else:
                 self._read_failed(entry, now_s)
@@ -78,19 +116,48 @@ class Promoter:
     def _read_failed(self, entry: PoolEntry, now_s: float) -> None:
         state = self._state
         source = None if state.pool.is_hidden(entry) else state.source(entry.key, now_s)
-        if source is not None:
+        waiters = state.waiters.get(entry.key, ())
+        if source is not None and waiters:
             # Another tier has it, too: the one that failed cannot be read for now.
-            self._queue(entry, source)
+            self._queue(entry, source, now_s, is_demand=any(each.is_demand for each in waiters))
             return
         state.pool.remove(entry)
         state.settle(entry.key, PromotionOutcome.MISSING)
 
-    def give_up(self, index: LowerIndex, entries: Sequence[PoolEntry], now_s: float) -> None:
-        """End reads that were taken and never begun, which says nothing about the chunks."""
-        for entry in entries:
-            self._end_read(index, entry.key, GetOutcome.OK, now_s)
-            self._state.pool.remove(entry)
-            self._state.settle(entry.key, PromotionOutcome.MISSING)
+    def watch(self, now_s: float) -> bool:
+        """Read nothing from a tier that hangs, and give up what has not begun, a portion.
+
+        Returns whether there are more. Reads that have begun keep their slots until they end; then
+        the tier is read again.
+        """
+        is_more = False
+        for index in self._state.lower:
+            was_hanging = index.is_hanging
+            index.is_hanging = self.reads[index.name].is_stuck(now_s)
+            if index.is_hanging and not was_hanging:
+                logger.warning(
+                    "%s tier: hangs in a read; nothing more is read until it ends", index.name
+                )
+            elif was_hanging and not index.is_hanging:
+                logger.warning("%s tier: is read again", index.name)
+            if index.is_hanging:
+                is_more |= self.give_up(index, now_s)
+        return is_more
+
+    def give_up(self, index: LowerIndex, now_s: float) -> bool:
+        """End reads that have not begun, a portion; return whether there are more.
+
+        A chunk that another tier has is read from there.
+        """
+        for entry in self.reads[index.name].first(PORTION):
+            self._cancel(index, entry, now_s)
+            self._read_failed(entry, now_s)
+        return self.reads[index.name].waiting > 0
+
+    def _cancel(self, index: LowerIndex, entry: PoolEntry, now_s: float) -> None:
+        # That says nothing about the chunk.
+        self.reads[index.name].cancel(entry.key, now_s)
+        self._end_read(index, entry.key, GetOutcome.OK, now_s)
 
     def _end_read(self, index: LowerIndex, key: bytes, outcome: GetOutcome, now_s: float) -> None:
         if index.end_read(key, outcome, now_s):
@@ -113,11 +180,11 @@ class Promoter:
 
     def check(self) -> None:
         """Raise AssertionError if the bookkeeping contradicts itself."""
-        queued = [entry for queue in self._waiting.values() for entry in queue]
-        assert len(queued) == len({entry.key for entry in queued}), "read twice"
-        for entry in queued:
-            assert self._state.pool.get(entry.key) is entry
-            assert entry.state is EntryState.PROMOTING
+        for reads in self.reads.values():
+            reads.check()
+        reading = {entry.key for entry in self._state.pool if entry.state is EntryState.PROMOTING}
+        queued = [key for key in reading for reads in self.reads.values() if key in reads]
+        assert len(queued) == len(reading), "a read that nothing ends"
 
 
 @dataclass(slots=True, eq=False)
@@ -131,7 +198,6 @@ class PrefixPromotion:
     promotion: Promotion
     keys: Sequence[bytes]
     pin_s: float
-    holder: Holder
     position: int = 0
     asks_from: int = 0
     """While it asks the remote tier for what follows: the position of the next question."""
@@ -160,10 +226,56 @@ class PrefixPromotions:
         self._waiting: dict[bytes, list[PrefixPromotion]] = {}
         self._answered: deque[PrefixPromotion] = deque()
 
-    def begin(self, keys: Sequence[bytes], pin_s: float, holder: Holder) -> PrefixPromotion:
+    def begin(
+        self, keys: Sequence[bytes], pin_s: float, holder: Holder, *, is_demand: bool
+    ) -> PrefixPromotion:
         """Return a promotion of a prefix, to `advance`; its `Promotion` has the counts."""
         self._state.stats.prefetches += 1
-        return PrefixPromotion(Promotion(len(keys)), keys, pin_s, holder)
+        promotion = Promotion(len(keys), holder, is_demand=is_demand)
+        return PrefixPromotion(promotion, keys, pin_s)
+
+    def leave(self, holder: str) -> None:
+        """End the promotions of a holder that wait for an answer, before they begin to read."""
+        for waiting in (*self._waiting.values(), self._answered):
+            for prefix in [each for each in waiting if each.promotion.holder == holder]:
+                self._end(prefix, PromotionOutcome.MISSING)
+                waiting.remove(prefix)
+        self._waiting = {key: waiting for key, waiting in self._waiting.items() if waiting}
+
+    def arrivals(
+        self, keys: Sequence[bytes], queued: Counter[str], now_s: float
+    ) -> list[float | None]:
+        """Return in how many seconds each chunk is expected if it is promoted now; None: ready.
+
+        ``queued`` counts the reads from each tier that this adds, for the next portion.
+        """
+        return [self._arrival(key, queued, now_s) for key in keys]
+
+    def _arrival(self, key: bytes, queued: Counter[str], now_s: float) -> float | None:
+        entry = self._state.entry(key)
+        if entry is not None and self._state.pool.is_ready(entry):
+            return None
+        source = None if entry else self._state.source(key, now_s)
+        for tier, reads in self._promoter.reads.items():
+            number = reads.number(key) if key in reads else None
+            if number is not None:
+                return reads.arrival_s(number, now_s)
+            if key in reads or (source is not None and source.name == tier):
+                queued[tier] += 1
+                return reads.backlog_s(queued[tier], now_s)
+        # Being stored, or asked for: it will come soon, or not at all.
+        return 0.0
+
+    def arrival_s(self, promotion: Promotion, now_s: float) -> float:
+        """Return in how many seconds the last of a promotion's reads is expected to end."""
+        reads = self._promoter.reads
+        numbers = promotion.reads.items()
+        return max((reads[tier].arrival_s(number, now_s) for tier, number in numbers), default=0.0)
+
+    def is_stale(self, key: bytes, now_s: float) -> bool:
+        """Whether the speed of the tier that a chunk would be read from is an old measurement."""
+        source = self._state.source(key, now_s)
+        return source is not None and self._promoter.reads[source.name].is_stale(now_s)
 
     def advance(self, prefix: PrefixPromotion, now_s: float) -> bool:
         """Pin ready chunks, join reads under way, begin to read the others; a portion of them.
@@ -185,7 +297,7 @@ class PrefixPromotions:
                     prefix.asks_from = prefix.position + 1
                     return self._ask_on(prefix, now_s)
                 if source is not None:
-                    entry, outcome = self._begin_get(prefix, source), self._refusal(prefix)
+                    entry, outcome = self._begin_get(prefix, source, now_s), self._refusal(prefix)
             if entry is None or self._state.pool.is_hidden(entry):
                 self._end(prefix, outcome)
                 return False
@@ -208,11 +320,11 @@ class PrefixPromotions:
     def _join(self, entry: PoolEntry, prefix: PrefixPromotion, now_s: float) -> None:
         state = self._state
         if prefix.pin_s > 0 and state.pool.may_pin(entry):
-            state.pool.pin(entry, prefix.pin_s, now_s, prefix.holder)
+            state.pool.pin(entry, prefix.pin_s, now_s, prefix.promotion.holder)
         if entry.state is EntryState.READY:
             state.work.settled.append((prefix.promotion, PromotionOutcome.RESIDENT, 1))
         else:
-            state.waiters.setdefault(prefix.key, []).append(prefix.promotion)
+            self._promoter.join(entry, prefix.promotion)
 
     def _make_room_ahead(self, prefix: PrefixPromotion, now_s: float) -> None:
         """Evict for the reads of the next portion."""
@@ -230,7 +342,9 @@ class PrefixPromotions:
             pins_left -= needs_pin
         self._state.make_room(len(wanted), prefix.protected, now_s)
 
-    def _begin_get(self, prefix: PrefixPromotion, source: LowerIndex) -> PoolEntry | None:
+    def _begin_get(
+        self, prefix: PrefixPromotion, source: LowerIndex, now_s: float
+    ) -> PoolEntry | None:
         pool = self._state.pool
         # A chunk without a pin may be evicted before its use; and pins without a limit would
         # leave stores without room.
@@ -238,7 +352,8 @@ class PrefixPromotions:
         if not is_allowed or not pool.free_slots:
             self._state.stats.promote_drops += 1
             return None
-        return self._promoter.begin_get(prefix.key, source)
+        is_demand = prefix.promotion.is_demand
+        return self._promoter.begin_get(prefix.key, source, now_s, is_demand=is_demand)
 
     # --- questions ---
 
@@ -288,6 +403,11 @@ class PrefixPromotions:
     def take_questions(self, most: int) -> list[bytes]:
         """Return chunks to ask the remote tier for; then `answered`."""
         return [] if self._remote is None else self._remote.take_questions(most)
+
+    def watch(self, now_s: float) -> None:
+        """Have a remote tier that failed pinged once in a while."""
+        if self._remote is not None and self._remote.wants_ping(now_s):
+            self._state.work.has_questions = True
 
     def answered(self, keys: Sequence[bytes], found: Sequence[bool] | None, now_s: float) -> None:
         """Note the remote tier's answer, None if there was none; then `advance_answered`."""

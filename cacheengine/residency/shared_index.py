@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from cacheengine.residency.lower_index import Activity, LowerIndex
-from cacheengine.tiers.tier import GetOutcome, tier_backoff
+from cacheengine.tiers.tier import FIRST_BACKOFF_S, GetOutcome
 
 _MAX_HELD: Final = 1_000_000
 _MAX_ABSENT: Final = 131_072
@@ -18,6 +18,8 @@ _MAX_ASKED: Final = 65_536
 _ABSENT_S: Final = 1.5
 """How long a chunk that was not there is not asked for again."""
 _PATIENCE_S: Final = 1.0
+_RENEW_S: Final = 600.0
+"""For how long a chunk that was put or found is not asked for again while it is used."""
 _CLEARED: Final = -1
 """The generation of a chunk that was cleared alone: older than all others."""
 
@@ -25,9 +27,15 @@ _CLEARED: Final = -1
 class SharedIndex(LowerIndex):
     """Keys known to be held, least recent first; keys known to be absent for a while.
 
-    ``max_held`` and ``max_absent`` bound how many are known. A question that the tier does not
-    answer, and a read that fails, begin a short pause in which nothing can be read or asked: the
+    ``max_held`` and ``max_absent`` bound how many are known (``max_absent`` also for how many it is
+    known when they were asked for). After a question that the tier does
+    not answer, and after a read that fails, nothing can be read or asked until a ping is answered:
+    no request waits to find out whether the server is well again. A ping is due every second; the
     store decides for how long a server is left alone.
+
+    A server evicts what nobody asks it for. Chunks that are used elsewhere, in CPU RAM or on disk,
+    are therefore asked for again every ten minutes, and after an outage; one that is gone is put
+    again.
 
     Clearing or forgetting everything is one step: the index gets a new generation. What was
     learned, asked or begun in an older one is hidden, and a question or write of an older one
@@ -54,7 +62,15 @@ class SharedIndex(LowerIndex):
         self._asked: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
         self._to_ask: dict[bytes, None] = {}
         self._forgotten: list[bytes] = []
-        self._backoff = tier_backoff()
+        # Put or found a short time ago: until when they are not asked for again, in that order.
+        self._fresh: OrderedDict[bytes, float] = OrderedDict()
+        # Asked for although they are held, and found to be gone.
+        self._renewing: set[bytes] = set()
+        self._lost: list[bytes] = []
+        self._is_down = False
+        self._ping_due_s = 0.0
+        self._must_ping = False
+        self._looked_s = 0.0
 
     def __len__(self) -> int:
         return len(self._held)
@@ -68,7 +84,11 @@ class SharedIndex(LowerIndex):
 
     def can_read(self, key: bytes, now_s: float) -> bool:
         """Whether the tier is known to hold the chunk and is not being left alone."""
-        return key in self and not self._backoff.is_on(now_s)
+        return key in self and not self._is_left_alone
+
+    @property
+    def _is_left_alone(self) -> bool:
+        return self.is_suspended or self._is_down
 
     def keys(self) -> list[bytes]:
         """Return the keys known to be held, least recent first."""
@@ -99,12 +119,27 @@ class SharedIndex(LowerIndex):
         if key in self._asked:
             return True
         is_absent = self._absent.get(key, now_s) > now_s
-        is_barred = is_absent or self._backoff.is_on(now_s) or len(self._asked) >= _MAX_ASKED
+        is_barred = is_absent or self._is_left_alone or len(self._asked) >= _MAX_ASKED
         if is_barred or self.is_known(key):
             return False
         self._asked[key] = (now_s, self._generation)
         self._to_ask[key] = None
         return True
+
+    def renew(self, key: bytes, now_s: float) -> None:
+        """Note a use of a chunk elsewhere: ask for it again, if it is held and was not for long."""
+        is_fresh = self._fresh.get(key, now_s) > now_s
+        is_barred = is_fresh or self._is_left_alone or len(self._asked) >= _MAX_ASKED
+        if is_barred or key not in self or key in self._busy or key in self._asked:
+            return
+        self._renewing.add(key)
+        self._asked[key] = (now_s, self._generation)
+        self._to_ask[key] = None
+
+    def take_lost(self) -> list[bytes]:
+        """Return keys found to be gone, by the questions of `renew`, since the last call."""
+        lost, self._lost = self._lost, []
+        return lost
 
     @property
     def has_questions(self) -> bool:
@@ -132,12 +167,20 @@ class SharedIndex(LowerIndex):
     ) -> list[bytes]:
         """Note the answer for keys taken, None if there was none; return those newly held."""
         asked_in = [self._asked.pop(key)[1] for key in keys]
+        renewed = self._renewing.intersection(keys)
+        self._renewing -= renewed
         if found is None:
-            self._backoff.failed(now_s, grows=False)
+            self._failed(now_s)
             return []
-        self._backoff.succeeded()
         learned = []
         for key, is_held, generation in zip(keys, found, asked_in, strict=True):
+            if is_held:
+                self._keep(self._fresh, key, _RENEW_S, now_s)
+            if key in renewed and key in self and key not in self._busy:
+                if not is_held:
+                    del self._held[key]
+                    self._lost.append(key)
+                continue
             if self.is_known(key):
                 continue  # written or deleted since it was asked: that is newer
             # Asked before a clear, the answer may be of before it, too.
@@ -147,6 +190,33 @@ class SharedIndex(LowerIndex):
             else:
                 self._miss(key, now_s)
         return learned
+
+    # --- pings ---
+
+    def _failed(self, now_s: float) -> None:
+        if not self._is_down:
+            self._is_down, self._ping_due_s = True, now_s + FIRST_BACKOFF_S
+            self._fresh = OrderedDict()  # a server that is restarted may be empty
+
+    def wants_ping(self, now_s: float) -> bool:
+        """Whether to find out if a server that failed is well again: then `take_ping`.
+
+        To be called once a second.
+        """
+        self._looked_s = now_s
+        if not self._is_down or self._must_ping or now_s < self._ping_due_s:
+            return False
+        self._must_ping, self._ping_due_s = True, now_s + FIRST_BACKOFF_S
+        return True
+
+    def take_ping(self) -> bool:
+        """Whether a ping is to be sent now; then `pinged`."""
+        must_ping, self._must_ping = self._must_ping, False
+        return must_ping
+
+    def pinged(self, *, is_answered: bool) -> None:
+        """Note whether a ping was answered."""
+        self._is_down = not is_answered
 
     # --- writes, reads, deletes ---
 
@@ -165,6 +235,7 @@ class SharedIndex(LowerIndex):
             self._begin_delete(key)
             return False
         self._remember(key)
+        self._keep(self._fresh, key, _RENEW_S, self._looked_s)
         return True
 
     def not_written(self, key: bytes) -> bool:
@@ -188,9 +259,7 @@ class SharedIndex(LowerIndex):
         activity, generation = self._busy.pop(key)
         assert activity is Activity.READING
         if outcome is GetOutcome.FAILED:
-            self._backoff.failed(now_s, grows=False)
-        else:
-            self._backoff.succeeded()
+            self._failed(now_s)
         if outcome in (GetOutcome.MISSING, GetOutcome.DAMAGED):
             self._held.pop(key, None)
             self._miss(key, now_s)
@@ -208,6 +277,7 @@ class SharedIndex(LowerIndex):
 
     def _remember(self, key: bytes) -> None:
         self._absent.pop(key, None)
+        self._renewing.discard(key)
         self._held[key] = self._generation
         self._held.move_to_end(key)  # it may have been forgotten, and still be in its old place
         if len(self._held) > self._max_held:
@@ -218,14 +288,20 @@ class SharedIndex(LowerIndex):
             self._forgotten += [oldest] if is_found else []
 
     def _miss(self, key: bytes, now_s: float) -> None:
-        self._absent.pop(key, None)
-        self._absent[key] = now_s + _ABSENT_S
+        self._keep(self._absent, key, _ABSENT_S, now_s)
+
+    def _keep(
+        self, untils: OrderedDict[bytes, float], key: bytes, for_s: float, now_s: float
+    ) -> None:
+        """Remember a chunk for a time that is the same for all in this table."""
+        untils.pop(key, None)
+        untils[key] = now_s + for_s
         # Two for each that comes: they are forgotten faster than they come, a little at a time.
         for _ in range(2):
-            oldest, until_s = next(iter(self._absent.items()))
-            if until_s > now_s and len(self._absent) <= self._max_absent:
+            oldest, until_s = next(iter(untils.items()))
+            if until_s > now_s and len(untils) <= self._max_absent:
                 return
-            del self._absent[oldest]
+            del untils[oldest]
 
     def take_forgotten(self) -> list[bytes]:
         """Return keys that were forgotten since the last call, to bound memory."""
@@ -274,6 +350,7 @@ class SharedIndex(LowerIndex):
         """Raise AssertionError if the bookkeeping contradicts itself."""
         assert len(self._held) <= self._max_held
         assert len(self._absent) <= self._max_absent
+        assert len(self._fresh) <= self._max_absent
         assert not {*self.keys()} & self._absent.keys(), "both held and absent"
         for key, (activity, _) in self._busy.items():
             if activity is not Activity.READING:
@@ -281,4 +358,6 @@ class SharedIndex(LowerIndex):
         for key, generation in self._held.items():
             assert generation != _CLEARED or key in self._busy, "cleared alone, idle and still here"
         assert self._to_ask.keys() <= self._asked.keys()
+        assert self._renewing <= self._asked.keys()
+        assert not self._lost, "lost, and not put again"
         assert not self._forgotten, "forgotten, and no event was logged"

@@ -1,6 +1,6 @@
 """The state that all of the engine's decisions share, and the steps they have in common. Pure."""
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -80,8 +80,8 @@ class CacheState:
     """What the pool and the tiers below hold, the promotions that wait, and the pending work.
 
     ``lower`` are the tiers below the pool, the nearest first. ``local_cpu`` is LMCache's
-    ``local_cpu``: without it a chunk leaves the pool as soon as it is neither used nor pinned and
-    its puts have ended.
+    ``local_cpu``: without it a chunk leaves the pool as soon as it is neither used nor pinned, its
+    puts have ended and none is to be tried again.
     """
 
     def __init__(
@@ -98,6 +98,9 @@ class CacheState:
         self.local_cpu = local_cpu
         self.events = EventLog()
         self.stats = EngineStats()
+        self.dropped: dict[str, OrderedDict[bytes, int]] = {}
+        """By tier: chunks whose put is to be tried again, the first dropped at the front, and how
+        often it was tried."""
         self.waiters: dict[bytes, list[Promotion]] = {}
         """Promotions by the chunk that they wait for, which is on its way into the pool."""
         self._work: PendingWork | None = None
@@ -274,6 +277,8 @@ class CacheState:
         if self.pool.is_hidden(entry):
             self.remove(entry)
         elif not self.local_cpu and not entry.is_pinned(now_s):
+            if any(entry.key in dropped for dropped in self.dropped.values()):
+                return
             self.remove(entry)
             self.emit(CPU, stored=False, keys=[entry.key])
 

@@ -133,6 +133,8 @@ class ClientHost:
         self._memory = mmap.mmap(setup.memory_fd, setup.memory_bytes)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._threads = ThreadPoolExecutor(setup.threads)
+        # Prompts wait for questions: they do not queue behind transfers.
+        self._asker = ThreadPoolExecutor(1)
         self._connected = threading.Event()
 
     def run(self) -> None:
@@ -153,7 +155,8 @@ class ClientHost:
                 ask = decode_msgpack(self._socket.recv_bytes(), ClientCall)
                 if ask.verb == "close":
                     break
-                future = self._threads.submit(self._answer, ask)
+                threads = self._asker if ask.verb == "exists" else self._threads
+                future = threads.submit(self._answer, ask)
                 running.add(future)
                 future.add_done_callback(running.discard)
         self._leave(running)
@@ -172,7 +175,8 @@ class ClientHost:
 
     def _leave(self, running: set[Future[None]]) -> None:
         """Close the library, unless calls are stuck in it."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._asker):
+            threads.shutdown(wait=False, cancel_futures=True)
         # A library that is closed during a call crashes.
         if not wait(list(running), timeout=_LAST_CALLS_S).not_done:
             closing = threading.Thread(target=self._client.close, daemon=True)

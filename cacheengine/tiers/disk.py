@@ -1,7 +1,7 @@
 """The disk tier: one file per chunk, on one or several paths.
 
-The file of a chunk is ``<path>/<fingerprint>/<first 2 hex digits>/<key in hex>.kv``; `chunk_file`
-describes its content. A file is written under another name and renamed when it is complete. There
+The chunk files of a path are below ``<path>/<fingerprint>`` (`layout_directory`); `chunk_file`
+describes their content. A file is written under another name and renamed when it is complete. There
 is no fsync: after a power failure a file may be damaged, which reading it detects.
 
 The key decides on which path a chunk is stored, and which paths are tried next when that one
@@ -9,14 +9,12 @@ fails. So a failing or full path costs only its own chunks, and paths may be add
 from one start to the next.
 """
 
-import contextlib
 import errno
 import logging
 import os
-import re
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -24,14 +22,14 @@ import xxhash
 
 from cacheengine.tiers.chunk_file import ChunkFile, why_not_direct
 from cacheengine.tiers.disk_space import (
-    DIRECTORY_MODE,
-    FILE_MODE,
+    DirectoryInUseError,
     DiskSpace,
     OtherLayouts,
     is_unmounted,
     lock_directory,
     make_private,
 )
+from cacheengine.tiers.layout_directory import DIRECTORY_MODE, FILE_MODE, LayoutDirectory
 from cacheengine.tiers.tier import Chunk, GetOutcome, LocalTier, PutOutcome
 
 logger = logging.getLogger("vllm.warmroute")
@@ -40,8 +38,6 @@ _LOCK_WAIT_S: Final = 15.0
 _BATCH_CHUNKS: Final = 4
 _BATCH_BYTES: Final = 16 * 1024 * 1024
 """The most that one call reads: requests wait for a disk only as long as its reads end."""
-_SUFFIX: Final = ".kv"
-_NAME: Final = re.compile(r"(?P<key>([0-9a-f]{2})+)\.kv(?P<unfinished>(\.\d+)?\.tmp)?")
 _NO_SPACE_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -50,8 +46,8 @@ class DiskTier(LocalTier):
 
     Locks these directories while it lives: two owners would remove each other's unfinished files
     and exceed the size limit. Raises `disk_space.DirectoryInUseError` when another process holds
-    a lock for ``lock_wait_s`` (long enough for a predecessor to exit), and OSError when a
-    directory cannot be created or written.
+    a lock for ``lock_wait_s`` (long enough for a predecessor to exit), and OSError when none of
+    the directories can be created or written. With a warning it does without some of them.
 
     ``capacity_bytes`` is the limit of all paths together. With ``direct``, files that are not in
     the page cache are read past it where that works. With ``direct_writes``, all files are
@@ -77,17 +73,26 @@ class DiskTier(LocalTier):
         self.batch_chunks = max(1, min(_BATCH_CHUNKS, _BATCH_BYTES // payload_bytes))
         self._space = DiskSpace(capacity_bytes, file.file_bytes)
         self._paths: list[DiskPath] = []
-        try:
-            for root in dict.fromkeys(each.resolve() for each in roots):
+        failed: dict[Path, OSError] = {}
+        for root in dict.fromkeys(each.resolve() for each in roots):
+            try:
                 path = DiskPath(root, fingerprint, file, self._space, lock_wait_s=lock_wait_s)
-                self._paths.append(path)
-                path.reads_direct = direct and _can_be_direct(path.directory, file, reads=True)
-                path.writes_direct = direct_writes and _can_be_direct(
-                    path.directory, file, reads=False
-                )
-        except OSError:
-            self.close()
-            raise
+            except DirectoryInUseError:
+                self.close()
+                raise
+            except OSError as error:
+                failed[root] = error
+                continue
+            self._paths.append(path)
+            path.reads_direct = direct and _can_be_direct(path.directory, file, reads=True)
+            path.writes_direct = direct_writes and _can_be_direct(path.directory, file, reads=False)
+        for root, problem in failed.items():
+            if not self._paths:
+                raise problem
+            logger.warning(
+                "disk tier: cannot use local_disk %s, and does without it until the next start: %s",
+                *(root, problem),
+            )
         self._seeds = [
             xxhash.xxh3_64_intdigest(str(path.directory.parent).encode()) for path in self._paths
         ]
@@ -118,23 +123,38 @@ class DiskTier(LocalTier):
         return [self._paths[position] for position in order]
 
     def scan(self) -> list[bytes]:
-        """Return the keys of complete files, least recently used first; remove the others.
+        """Return the keys of complete files, the next to leave first; remove the others.
 
         Then removes the oldest chunks of other layouts that do not fit into the capacity that is
         left, unless another process owns them.
         """
-        found: dict[bytes, StoredFile] = {}
+        held: dict[DiskPath, dict[bytes, int]] = {}
         for path in self._paths:
-            for file in path.scan():
-                first = found.setdefault(file.key, file)
-                if first is not file:
+            found = path.scan()
+            for other, theirs in held.items():
+                for key in found.keys() & theirs.keys():
                     # Written to another path while the first one failed.
-                    found[file.key] = max(first, file, key=_time_of_use)
-                    older = min(first, file, key=_time_of_use)
-                    self._space.remove_leftover(older.path, self.item_bytes)
-        others = OtherLayouts(self.directories)
-        self._space.start_with(((file.path, file.key) for file in found.values()), others)
-        return [file.key for file in sorted(found.values(), key=_time_of_use)]
+                    older, chunks = (path, found) if found[key] <= theirs[key] else (other, theirs)
+                    del chunks[key]
+                    self._space.remove_leftover(str(older.file(key)), self.item_bytes)
+            held[path] = found
+        others = OtherLayouts(self.directories, self.capacity_bytes)
+        self._space.start_with({str(path.directory): held[path] for path in held}, others)
+        used_ns: dict[bytes, int] = {}
+        for found in held.values():
+            used_ns.update(found)
+        return sorted(used_ns, key=used_ns.__getitem__)
+
+    def save(self, keys: Sequence[bytes], *, is_final: bool) -> None:
+        """Write each path's index for the next `scan`."""
+        if is_final:
+            self._space.remove_spares()
+        # Numbers that grow with the order, before all times of what is written from now on.
+        first_ns = time.time_ns() - len(keys)
+        for path in self._paths:
+            held, is_sound = self._space.held(str(path.directory))
+            chunks = [(first_ns + place, key) for place, key in enumerate(keys) if key in held]
+            path.save(chunks, is_exact=is_final and is_sound and len(chunks) == len(held))
 
     def put_many(self, chunks: Sequence[Chunk]) -> list[PutOutcome]:
         """Write each file under a temporary name, then rename it."""
@@ -181,19 +201,6 @@ class DiskTier(LocalTier):
             path.close()
 
 
-@dataclass(frozen=True)
-class StoredFile:
-    """A complete file that an earlier process left."""
-
-    used_ns: int
-    key: bytes
-    path: str
-
-
-def _time_of_use(file: StoredFile) -> tuple[int, bytes]:
-    return file.used_ns, file.key
-
-
 def _can_be_direct(directory: Path, file: ChunkFile, *, reads: bool) -> bool:
     kind = "reads" if reads else "writes"
     if not file.can_be_direct:
@@ -215,7 +222,7 @@ class DiskPath:
         self, root: Path, fingerprint: str, file: ChunkFile, space: DiskSpace, *, lock_wait_s: float
     ) -> None:
         self.directory = root / fingerprint
-        self._prefix = f"{self.directory}/"
+        self._files = LayoutDirectory(self.directory)
         self.reads_direct = False
         """Whether files that are not in the page cache are read with direct I/O."""
         self.writes_direct = False
@@ -231,36 +238,33 @@ class DiskPath:
 
     def file(self, key: bytes) -> Path:
         """Return the path of a chunk's file, whether it exists or not."""
-        return Path(self._name(key))
+        return Path(self._files.file(key))
 
-    def _name(self, key: bytes) -> str:
-        # Text, not a Path: creating one takes as long as opening the file. See also `disk_space`.
-        name = key.hex()
-        return f"{self._prefix}{name[:2]}/{name}{_SUFFIX}"
+    def scan(self) -> dict[bytes, int]:
+        """Return the complete files and their times of use; remove the others.
 
-    def scan(self) -> Iterator[StoredFile]:
-        """Yield the complete files; remove unfinished ones and files of another size."""
-        for subdirectory in os.scandir(self.directory):
-            if subdirectory.is_dir(follow_symlinks=False) and len(subdirectory.name) == 2:
-                for entry in os.scandir(subdirectory.path):
-                    found = self._examine(entry)
-                    if found is not None:
-                        yield found
+        What cannot be listed is left where it is, with a warning.
+        """
+        return self._files.stored(
+            self._file.file_bytes,
+            self._space.remove_leftover,
+            lambda error: self._report("list", error),
+        )
 
-    def _examine(self, entry: "os.DirEntry[str]") -> StoredFile | None:
-        name = _NAME.fullmatch(entry.name)
-        if name is None:
-            return None
-        stat = entry.stat(follow_symlinks=False)
-        # The writer of an unfinished file is gone: we hold the directory's lock.
-        if name["unfinished"] or stat.st_size != self._file.file_bytes:
-            self._space.remove_leftover(entry.path, stat.st_size)
-            return None
-        return StoredFile(stat.st_mtime_ns, bytes.fromhex(name["key"]), entry.path)
+    def save(self, chunks: Sequence[tuple[int, bytes]], *, is_exact: bool) -> None:
+        """Write the index, unless the directory was removed or unmounted."""
+        with self._relocking:
+            fd = self._lock_fd
+            if fd is None or not os.fstat(fd).st_nlink or is_unmounted(self.directory, fd):
+                return
+        try:
+            self._files.save(chunks, is_exact=is_exact)
+        except OSError as error:
+            self._report("write", error)
 
     def put(self, key: bytes, payload: memoryview) -> PutOutcome:
         """Write a file under a temporary name, then rename it."""
-        path = self._name(key)
+        path = self._files.file(key)
         draft = self._space.take(path)
         if draft is None:
             return PutOutcome.NO_SPACE
@@ -327,7 +331,7 @@ class DiskPath:
 
     def get(self, key: bytes, into: memoryview) -> GetOutcome:
         """Read a file into the buffer and compare it with its seal. A damaged file is removed."""
-        name = self._name(key)
+        name = self._files.file(key)
         try:
             fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError as error:
@@ -341,8 +345,6 @@ class DiskPath:
             return GetOutcome.FAILED
         try:
             is_whole = self._file.read(fd, key, into, may_be_direct=self.reads_direct)
-            if is_whole:
-                _mark_used(fd)
         except OSError as error:
             self._report("read", error)
             return GetOutcome.FAILED
@@ -362,7 +364,7 @@ class DiskPath:
 
     def remove(self, key: bytes) -> None:
         """Remove a file; one that cannot be removed is tried again later."""
-        self._space.recycle(self._name(key), key)
+        self._space.recycle(self._files.file(key), key)
 
     def close(self) -> None:
         """Unlock the directory. Idempotent."""
@@ -380,9 +382,3 @@ class DiskPath:
         elif error is None and operation in self._failing:
             self._failing.discard(operation)
             logger.info("disk tier: can %s in %s again", operation, self.directory)
-
-
-def _mark_used(fd: int) -> None:
-    """Record the time of use for the next start, where the file system allows it."""
-    with contextlib.suppress(OSError):
-        os.utime(fd)

@@ -7,9 +7,7 @@ The file of a removed chunk is kept as a spare and overwritten with a new chunk.
 an inode and blocks, and a file system that has just removed many files finds these slowly (ext4
 checks the inodes that it freed in the last seconds one by one).
 
-Files are named by text, not by `Path`: a `Path` puts each part of a name into the interpreter's
-table of interned strings. Short-lived names make that table, which has megabytes, be rebuilt
-after some ten thousand of them, on whichever thread comes next.
+Files are named by text, as in `layout_directory`.
 """
 
 import contextlib
@@ -23,14 +21,20 @@ import re
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from cacheengine.tiers.layout_directory import (
+    DIRECTORY_MODE,
+    FILE_MODE,
+    TEMPORARY_SUFFIX,
+    LayoutDirectory,
+)
+
 logger = logging.getLogger("vllm.warmroute")
 
-_TEMPORARY_SUFFIX: Final = ".tmp"
 _MOST_SPARES: Final = 16
 _RETRIES_A_PUT: Final = 2
 _MOST_REMEMBERED: Final = 100_000
@@ -38,9 +42,6 @@ _MOST_REMEMBERED: Final = 100_000
 _LAYOUT_NAME: Final = re.compile("[0-9a-f]{32}")
 _LOCK_NAME: Final = ".lock"
 _LOCK_POLL_S: Final = 0.05
-DIRECTORY_MODE: Final = 0o700
-FILE_MODE: Final = 0o600
-"""For this user only: the text of prompts can be computed from their chunks."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class DiskSpace:
         # The counted chunks whose files have their final names, by directory. The keys are the
         # engine's own objects.
         self._held: defaultdict[str, set[bytes]] = defaultdict(set)
-        self._others = OtherLayouts([])
+        self._others = OtherLayouts([], capacity_bytes)
         self._spares: defaultdict[str, list[str]] = defaultdict(list)
         self._spare_numbers = itertools.count()
         # Files that could not be removed, with their sizes, in the order of the attempts.
@@ -84,14 +85,20 @@ class DiskSpace:
         with self._lock:
             return self._used_bytes
 
-    def start_with(self, held: Iterable[tuple[str, bytes]], others: "OtherLayouts") -> None:
-        """Count what is on disk. Other layouts may use the space that this one leaves."""
+    def start_with(self, held: Mapping[str, Iterable[bytes]], others: "OtherLayouts") -> None:
+        """Count what is on disk, by directory. Other layouts may use the space that is left."""
         with self._lock:
-            for path, key in held:
-                self._held[_directory_of(path)].add(key)
-                self._used_bytes += self._item_bytes
+            for directory, keys in held.items():
+                self._held[directory] = set(keys)
+                self._used_bytes += len(self._held[directory]) * self._item_bytes
             self._others = others
             self._shrink_others()
+
+    def held(self, directory: str) -> tuple[set[bytes], bool]:
+        """Return the chunks counted in a directory, and whether it has no other files of ours."""
+        with self._lock:
+            is_sound = not (self._stuck or self._has_lost_some or self._spares[directory])
+            return {*self._held[directory]}, is_sound
 
     def take(self, path: str) -> DraftFile | None:
         """Count a chunk's file before it is written; return None if there is no space.
@@ -104,7 +111,7 @@ class DiskSpace:
             if spares:
                 draft = DraftFile(spares.pop(), is_spare=True)
             elif self._may_grow():
-                draft = DraftFile(path + _TEMPORARY_SUFFIX, is_spare=False)
+                draft = DraftFile(path + TEMPORARY_SUFFIX, is_spare=False)
             else:
                 return None
             if path in self._stuck:
@@ -161,7 +168,7 @@ class DiskSpace:
             spares = self._spares[_directory_of(path)]
             if len(spares) < _MOST_SPARES:
                 number = next(self._spare_numbers)
-                spare = f"{path}.{number}{_TEMPORARY_SUFFIX}"
+                spare = f"{path}.{number}{TEMPORARY_SUFFIX}"
                 try:
                     os.rename(path, spare)
                 except FileNotFoundError:
@@ -304,47 +311,108 @@ def is_unmounted(directory: Path, lock_fd: int) -> bool:
         return True
 
 
+@dataclass(slots=True)
+class _OtherLayout:
+    """A layout that is not served: its files, in the order of removal, are read when one must go.
+
+    ``size_bytes`` is what is left of it, including files that could not be removed.
+    """
+
+    files: LayoutDirectory
+    size_bytes: int
+    order: list[bytes] | None = None
+    """The chunks that are left, the oldest last; None: not read yet."""
+
+    def remove_oldest(self) -> bool:
+        """Remove one file; False if there is none, or none that can be removed."""
+        if self.order is None:
+            used_ns = self.files.stored(None, self._remove, _log_listing)
+            self.order = sorted(used_ns, key=used_ns.__getitem__, reverse=True)
+        while self.order:
+            path = self.files.file(self.order.pop())
+            size_bytes = _size_of(path)
+            if size_bytes and self._remove(path, size_bytes):
+                return True
+        return False
+
+    def _remove(self, path: str, size_bytes: int) -> bool:
+        if not _is_removed(path):
+            return False
+        self.size_bytes -= min(size_bytes, self.size_bytes)
+        return True
+
+
 class OtherLayouts:
     """The chunks of layouts that are not served now, in directories next to our own.
 
-    They may stay while there is space. Directories of other processes, and directories that no
-    engine made, are neither counted nor touched. Not thread-safe.
+    They may stay while there is space. The layout that was not used for longest goes first, its
+    oldest chunks first. Directories of other processes, and directories that no engine made, are
+    neither counted nor touched. Not thread-safe.
     """
 
-    def __init__(self, own: Sequence[Path]) -> None:
-        self._files: list[tuple[int, int, Path]] = []
+    def __init__(self, own: Sequence[Path], capacity_bytes: int) -> None:
+        # Removed at once, so that not each put has to remove some.
+        self._batch_bytes = capacity_bytes // 100
+        self._layouts: list[_OtherLayout] = []
         for directory in own:
             try:
                 self._collect(directory)
             except OSError as error:
-                logger.warning("disk tier: cannot list the chunks of other models: %s", error)
-        self._files.sort(reverse=True)  # the oldest is popped first
-        self.used_bytes = sum(size_bytes for _, size_bytes, _ in self._files)
+                _log_listing(error)
+        # The one to remove first is the last.
+        self._layouts.sort(key=lambda layout: layout.files.last_use_ns(), reverse=True)
+        self._stuck_bytes = 0
+
+    @property
+    def used_bytes(self) -> int:
         """Bytes that they take, including files that could not be removed."""
+        return self._stuck_bytes + sum(layout.size_bytes for layout in self._layouts)
 
     def _collect(self, own: Path) -> None:
         for directory in _other_layouts(own):
             with _locks() as is_locked:
                 if is_locked(directory):
-                    self._files += _chunk_files(directory)
+                    files = LayoutDirectory(directory)
+                    self._layouts.append(_OtherLayout(files, files.size_bytes(_log_listing)))
 
     def shrink_to(self, budget_bytes: int) -> None:
         """Remove the oldest files until the rest take at most this, as far as possible."""
         before_bytes = self.used_bytes
+        if before_bytes <= budget_bytes or not self._layouts:
+            return
+        least_bytes, file_bytes = max(0, budget_bytes - self._batch_bytes), 0
         with _locks() as is_locked:
-            while self.used_bytes > budget_bytes and self._files:
-                _, size_bytes, path = self._files.pop()
-                # A directory that its owner uses again counts against the owner's limit.
-                if not is_locked(path.parent.parent) or _is_removed(path):
-                    self.used_bytes -= size_bytes
-        if self.used_bytes < before_bytes:
-            removed_bytes = before_bytes - self.used_bytes
+            while self._layouts:
+                now_bytes = self.used_bytes
+                if now_bytes <= budget_bytes and now_bytes - file_bytes < least_bytes:
+                    break
+                oldest = self._layouts[-1]
+                if not is_locked(oldest.files.directory):
+                    # Its owner uses it again: it counts against the owner's limit.
+                    self._layouts.pop()
+                elif not oldest.remove_oldest():
+                    self._stuck_bytes += oldest.files.size_bytes(_log_listing)
+                    self._layouts.pop()
+                file_bytes = now_bytes - self.used_bytes
+        removed_bytes = before_bytes - self.used_bytes
+        if removed_bytes:
             logger.info("disk tier: removed %d bytes of other models' chunks", removed_bytes)
 
 
-def _is_removed(path: Path) -> bool:
+def _log_listing(error: OSError) -> None:
+    logger.warning("disk tier: cannot list the chunks of other models: %s", error)
+
+
+def _size_of(path: str) -> int:
     try:
-        path.unlink(missing_ok=True)
+        return os.lstat(path).st_size
+    except OSError:
+        return 0
+
+
+def _is_removed(path: str) -> bool:
+    try:
+        _unlink(path)
     except OSError as error:
         logger.warning("disk tier: cannot remove %s: %s", path, error)
         return False
@@ -372,9 +440,3 @@ def _other_layouts(own: Path) -> Iterator[Path]:
         is_layout = _LAYOUT_NAME.fullmatch(directory.name) and (directory / _LOCK_NAME).exists()
         if is_layout and directory.name != own.name and not directory.is_symlink():
             yield directory
-
-
-def _chunk_files(directory: Path) -> Iterator[tuple[int, int, Path]]:
-    for path in directory.glob("??/*.kv*"):
-        stat = path.lstat()
-        yield stat.st_mtime_ns, stat.st_size, path

@@ -51,7 +51,7 @@ logger = logging.getLogger("vllm.warmroute")
 T = TypeVar("T", Blob, ReadTarget)
 
 _LANES: Final = 4
-"""Calls that run at once, each with its share of the memory."""
+"""Transfers that run at once, each with its share of the memory."""
 _ALIGNMENT_BYTES: Final = 64
 _NAMES_AT_ONCE: Final = 256
 """The calls of all lanes must fit into a socket's buffer."""
@@ -76,8 +76,10 @@ class HostedStore(BlobStore):
     """Blobs through a library in another process, over memory that both share.
 
     Blobs are copied to and from that memory, so that an abandoned call can never write into the
-    pool later. A call that misses its deadline keeps its lane until it ends or the process is
-    killed. A later call replaces a process that died, after a growing pause.
+    pool later. A transfer that misses its deadline keeps its lane until it ends or the process is
+    killed. A later call replaces a process that died, after a growing pause. Calls by name need no
+    memory, and questions have a thread of their own in the process: prompts wait for the answers,
+    so they do not queue behind transfers.
     """
 
     def __init__(
@@ -120,11 +122,11 @@ class HostedStore(BlobStore):
 
     def _call_by_name(self, verb: Verb, names: Sequence[str]) -> list[int]:
         deadline = self._deadline(0)
+        process = self._connected(deadline)
         answers: list[int] = []
         for start in range(0, len(names), _NAMES_AT_ONCE):
-            with self._lane(deadline) as lane:
-                some = list(names[start : start + _NAMES_AT_ONCE])
-                answers += lane.call(deadline, verb, some)
+            some = list(names[start : start + _NAMES_AT_ONCE])
+            answers += _result_in_time(process.call(verb, some, [], []), deadline)
         return answers
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bool]:
@@ -203,8 +205,7 @@ class HostedStore(BlobStore):
                 lane.running.add_done_callback(lambda _: self._give_back(lane))
 
     def _take_lane(self, deadline: Deadline) -> "_Lane":
-        process = self._living_process()
-        self._await_ready(process, deadline)
+        process = self._connected(deadline)
         with self._condition:
             while process is self._process and not self._free_lanes:
                 if not self._condition.wait(deadline.wait_s()):
@@ -220,14 +221,16 @@ class HostedStore(BlobStore):
                 self._free_lanes.append(lane.number)
                 self._condition.notify()
 
-    def _await_ready(self, process: "ClientProcess", deadline: Deadline) -> None:
-        """Wait until a process is connected; a new one has as long as a call may take."""
+    def _connected(self, deadline: Deadline) -> "ClientProcess":
+        """Return a process that is connected; a new one has as long as a call may take."""
+        process = self._living_process()
         wait_s = self._timeout_s - process.age_s()
         try:
             process.ready.result(max(0.0, min(deadline.wait_s(), wait_s)))
         except TimeoutError:
             raise StoreError("not connected yet") from None
         self._backoff.succeeded()
+        return process
 
     def _living_process(self) -> "ClientProcess":
         with self._condition:
@@ -282,7 +285,7 @@ class _Lane:
         self.running: Future[list[int]] | None = None
 
     def call(
-        self, deadline: Deadline, verb: Verb, names: list[str], spans: Sequence[_Span[Any]] = ()
+        self, deadline: Deadline, verb: Verb, names: list[str], spans: Sequence[_Span[Any]]
     ) -> list[int]:
         """Make the call; raise `StoreError` if it fails or misses the deadline."""
         offsets = [self.offset + span.offset for span in spans]

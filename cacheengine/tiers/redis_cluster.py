@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import valkey.exceptions
 from valkey.cluster import ClusterNode, NodesManager
-from valkey.crc import key_slot
+from valkey.crc import VALKEY_CLUSTER_HASH_SLOTS, key_slot
 
 from cacheengine.tiers.redis_store import RedisServer, RedisStore
 from cacheengine.tiers.remote import OutageLog
@@ -90,6 +90,16 @@ class RedisClusterStore(BlobStore):
             return [None] * len(own)
 
         self._spread(names, None, remove)
+
+    def remove_all(self, prefix: str) -> int:
+        """Remove from each node what its slots have."""
+        slots = self._current_slots()
+        with self._lock:
+            nodes = {self._node(address) for address in {*slots.values()}}
+        removed = sum([node.store.remove_all(prefix) for node in nodes])
+        if len(slots) < VALKEY_CLUSTER_HASH_SLOTS:
+            raise StoreError("is part of a cluster of which nodes are missing")
+        return removed
 
     def close(self) -> None:
         """Close the connections to all nodes. Running calls fail."""

@@ -295,6 +295,23 @@ class Conversation:
         reply = self._expect(b":")
         return reply if isinstance(reply, Refusal) else _number(reply)
 
+    def scanned(self) -> tuple[str, list[str]] | Refusal:
+        """Read the reply to SCAN: the cursor to continue with, "0" at the end, and names."""
+        reply = self._expect(b"*")
+        if isinstance(reply, Refusal):
+            return reply
+        cursor = self._text()
+        return cursor, [self._text() for _ in range(_number(str(self._expect(b"*"))))]
+
+    def _text(self) -> str:
+        size_bytes = _number(str(self._expect(b"$")))
+        if not 0 <= size_bytes <= _LINE_BYTES:
+            raise RespError(f"a name of {size_bytes} bytes")
+        text = bytearray(size_bytes)
+        self._fill(memoryview(text))
+        self._end_of_value()
+        return text.decode("latin-1")
+
     def value(self, into: Iterable[memoryview]) -> int | Refusal | None:
         """Read a reply that is a value; return its size, None for one that is not there.
 

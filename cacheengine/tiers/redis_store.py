@@ -295,7 +295,7 @@ _NAMES_AT_ONCE: Final = 1024
 _EXPLAINED: Final = {
     "NOAUTH": "wants a password: write scheme://:password@host:port",
     "WRONGPASS": "does not accept the user and the password",
-    "NOPERM": "forbids it to this user: allow ping, set, get, exists, unlink on warmroute:*",
+    "NOPERM": "forbids it to this user: allow ping, set, get, touch, unlink, scan on warmroute:*",
     "DENIED": "is in protected mode, and answers its own machine only",
     "MOVED": "is in a cluster, and another node has this chunk: write redis-cluster://host:port",
     "ASK": "is moving this chunk to another node of its cluster",
@@ -325,7 +325,10 @@ class RedisStore(BlobStore):
         self._pool = ConnectionPool(self._connect, server.connections, backoff or ServerBackoff())
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        """Send one EXISTS for each name: with several names it only returns their number."""
+        """Send one TOUCH for each name: with several names it only returns their number.
+
+        Unlike EXISTS it is a use, for a server that evicts by use.
+        """
         found: list[bool] = []
         for start in range(0, len(names), _NAMES_AT_ONCE):
             found += self._exists(names[start : start + _NAMES_AT_ONCE])
@@ -333,7 +336,7 @@ class RedisStore(BlobStore):
 
     def _exists(self, names: Sequence[str]) -> list[bool]:
         def talk(server: Conversation) -> list[bool]:
-            server.send([b"".join(command("EXISTS", name) for name in names)])
+            server.send([b"".join(command("TOUCH", name) for name in names)])
             return [bool(_granted(server.integer())) for _ in names]
 
         return self._call(0, talk)
@@ -381,14 +384,28 @@ class RedisStore(BlobStore):
         for start in range(0, len(names), _NAMES_AT_ONCE):
             self._remove(names[start : start + _NAMES_AT_ONCE])
 
-    def _remove(self, names: Sequence[str]) -> None:
-        def talk(server: Conversation) -> None:
+    def _remove(self, names: Sequence[str]) -> int:
+        def talk(server: Conversation) -> int:
             # One for each name: in a cluster, all names of a command must be in one slot.
             server.send([b"".join(command("UNLINK", name) for name in names)])
-            for _ in names:
-                _granted(server.integer())
+            return sum([_granted(server.integer()) for _ in names])
 
-        self._call(0, talk)
+        return self._call(0, talk)
+
+    def remove_all(self, prefix: str) -> int:
+        """Remove with SCAN and UNLINK, a portion at a time: others are served in between."""
+        removed, cursor = 0, "0"
+        while True:
+            scan = command("SCAN", cursor, "MATCH", f"{prefix}*", "COUNT", str(_NAMES_AT_ONCE))
+
+            def talk(server: Conversation, scan: bytes = scan) -> tuple[str, list[str]]:
+                server.send([scan])
+                return _granted(server.scanned())
+
+            cursor, names = self._call(0, talk)
+            removed += self._remove(names) if names else 0
+            if cursor == "0":
+                return removed
 
     @property
     def open_connections(self) -> int:

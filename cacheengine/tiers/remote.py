@@ -1,5 +1,6 @@
 """The remote tier: chunks on a server that replicas share."""
 
+import hmac
 import logging
 import math
 import struct
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 import xxhash
+from blake3 import blake3
 
 from cacheengine.bulk import let_go, private_copy
 from cacheengine.tiers.serde import NaiveSerde, Serde, SerdeError
@@ -21,6 +23,7 @@ from cacheengine.tiers.store import (
     StorePausedError,
 )
 from cacheengine.tiers.tier import Chunk, GetOutcome, PutOutcome, SharedTier
+from warmroute_common.fleet_secret import FleetSecret
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -46,6 +49,10 @@ class Envelope:
     serde wrote have its name after the fingerprint: an engine that wants exact bytes must not
     find them.
 
+    With ``secret``, the fleet's, the checksum is a keyed digest: a program that can write to the
+    store and does not know the secret cannot make a blob that is read. Names then have a
+    fingerprint of the secret: fleets with another one must not take the blobs for damaged.
+
     The checksum covers the other fields of the header, the fingerprint, the key and the encoded
     bytes. So it finds any changed byte, the blob of another key and the blob of another layout.
     A later version of this format must use another prefix than ``warmroute:``, or engines of the
@@ -54,14 +61,24 @@ class Envelope:
     ``payload_bytes`` is the size of a chunk. ``lossy_serde`` is the serde's name if it is lossy.
     """
 
-    def __init__(self, fingerprint: str, payload_bytes: int, *, lossy_serde: str = "") -> None:
+    def __init__(
+        self,
+        fingerprint: str,
+        payload_bytes: int,
+        *,
+        lossy_serde: str = "",
+        secret: FleetSecret | None = None,
+    ) -> None:
         suffix = f"-{lossy_serde}" if lossy_serde else ""
-        self._prefix = f"warmroute:{fingerprint}{suffix}:"
+        self._key = secret and secret.key("remote store")
+        if self._key:
+            suffix += f".{blake3(self._key).hexdigest()[:16]}"
+        self.prefix = f"warmroute:{fingerprint}{suffix}:"
         self._payload_bytes = payload_bytes
 
     def name(self, key: bytes) -> str:
         """Return the name of a chunk's blob."""
-        return self._prefix + key.hex()
+        return self.prefix + key.hex()
 
     def header(self, key: bytes, code: int, parts: Iterable[memoryview | bytes]) -> bytes:
         """Return the header of a chunk that the serde ``code`` encoded as ``parts``."""
@@ -69,17 +86,17 @@ class Envelope:
         encoded_bytes = sum(part.nbytes for part in encoded)
         sizes = (HEADER_BYTES, self._payload_bytes, encoded_bytes)
         fields = _FIELDS.pack(_MAGIC, _VERSION, code, *sizes)
-        checksum = xxhash.xxh3_128(fields)
-        checksum.update(self._prefix.encode() + len(key).to_bytes(2, "little") + key)
+        checksum = blake3(fields, key=self._key) if self._key else xxhash.xxh3_128(fields)
+        checksum.update(self.prefix.encode() + len(key).to_bytes(2, "little") + key)
         for part in encoded:
             checksum.update(part)
-        return fields + checksum.digest()
+        return fields + checksum.digest()[:_CHECKSUM_BYTES]
 
     def serde_code(self, key: bytes, header: memoryview, encoded: memoryview) -> int | None:
         """Return the code of the serde that wrote a blob; None if the blob is damaged."""
         code = int(_FIELDS.unpack_from(header)[2])
         # The header is a pure function of the rest, so one comparison checks everything.
-        return code if header == self.header(key, code, [encoded]) else None
+        return code if hmac.compare_digest(header, self.header(key, code, [encoded])) else None
 
 
 class OutageLog:
@@ -141,7 +158,8 @@ class RemoteTier(SharedTier):
     """Chunks of one layout in a `BlobStore`, encoded by a serde, in envelopes.
 
     ``readers`` are further serdes that chunks can be read with, so that chunks stay useful when
-    a fleet changes its setting. They must be exact. ``server`` names the store in messages.
+    a fleet changes its setting. They must be exact. ``server`` names the store in messages,
+    ``secret`` see `Envelope`.
 
     Puts copy nothing: blobs are sent from the pool. Gets of the identity serde copy nothing
     either: blobs are received into the pool.
@@ -158,6 +176,7 @@ class RemoteTier(SharedTier):
         *,
         readers: Iterable[Serde] = (),
         server: str = "the server",
+        secret: FleetSecret | None = None,
     ) -> None:
         self.batch_chunks = max(1, min(_BATCH_CHUNKS, _BATCH_BYTES // payload_bytes))
         self._store = store
@@ -167,7 +186,7 @@ class RemoteTier(SharedTier):
         known = (self._plain, *readers, serde)
         self._serdes: Mapping[int, Serde] = {each.code: each for each in known}
         lossy = "" if serde.is_exact else serde.name
-        self._envelope = Envelope(fingerprint, payload_bytes, lossy_serde=lossy)
+        self._envelope = Envelope(fingerprint, payload_bytes, lossy_serde=lossy, secret=secret)
         self._outage = OutageLog(server)
 
     def put_many(self, chunks: Sequence[Chunk]) -> list[PutOutcome]:
@@ -274,6 +293,19 @@ class RemoteTier(SharedTier):
             self._store.remove([self._envelope.name(key) for key in keys])
         except StoreError as error:
             self._outage.failed(error)
+
+    def purge(self, keys: Sequence[bytes] | None) -> int | None:
+        """Remove chunks, or all whose names begin like this layout's."""
+        try:
+            if keys is None:
+                return self._store.remove_all(self._envelope.prefix)
+            names = [self._envelope.name(key) for key in keys]
+            removed = sum(self._store.exists(names))
+            self._store.remove(names)
+        except StoreError as error:
+            logger.warning("remote tier: not all chunks were cleared: the server %s", error)
+            return None
+        return removed
 
     def close(self) -> None:
         self._store.close()

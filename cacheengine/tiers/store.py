@@ -62,7 +62,7 @@ class BlobStore(ABC):
 
     @abstractmethod
     def exists(self, names: Sequence[str]) -> list[bool]:
-        """Return for each name whether the server holds it now."""
+        """Return for each name whether the server holds it now. Where it evicts, this is a use."""
 
     @abstractmethod
     def get_many(self, targets: Sequence[ReadTarget]) -> list[int | None]:
@@ -83,6 +83,15 @@ class BlobStore(ABC):
     @abstractmethod
     def remove(self, names: Sequence[str]) -> None:
         """Remove blobs. Names that the server does not hold are ignored."""
+
+    def remove_all(self, prefix: str) -> int:
+        """Remove all blobs whose names begin like this, whoever stored them; return how many.
+
+        `StoreError`: some may be left. Stores that cannot list their blobs always raise it.
+        """
+        raise StoreError(
+            "cannot list its chunks, so only those that this replica knows are removed"
+        )
 
     @abstractmethod
     def close(self) -> None:

@@ -6,10 +6,12 @@ Who calls what, and when (guaranteed by the engine):
 
 1. `LocalTier.scan` is called once, before any other call, by the thread that starts the engine.
 2. `Tier.put_many`, `Tier.get_many`, `Tier.delete` and `SharedTier.find` are called by the
-   engine's I/O threads, several at once. They block.
-3. At most one operation on a key of a tier runs at a time, except several gets.
-4. The memory of a chunk stays valid, and the bytes of a put do not change, until the call returns.
-5. `Tier.close` is called last. Other calls may still run; they fail.
+   engine's I/O threads, several at once. They block. `SharedTier.purge` is called by any thread.
+3. At most one operation on a key of a tier runs at a time, except several gets, and `purge`.
+4. `LocalTier.save` is called by one of these threads, and at last by the thread that closes the
+   engine, when they have ended.
+5. The memory of a chunk stays valid, and the bytes of a put do not change, until the call returns.
+6. `Tier.close` is called last. Other calls may still run; they fail.
 
 What a tier guarantees:
 
@@ -102,9 +104,15 @@ class LocalTier(Tier):
 
     @abstractmethod
     def scan(self) -> list[bytes]:
-        """Return the keys left by an earlier process, least recently used first.
+        """Return the keys left by an earlier process, the next to leave first.
 
         Removes incomplete chunks.
+        """
+
+    def save(self, keys: Sequence[bytes], *, is_final: bool) -> None:
+        """Keep the order in which chunks leave, the next one first, for a later `scan`.
+
+        ``is_final``: no other call but `close` runs or follows. Blocks.
         """
 
 
@@ -117,6 +125,13 @@ class SharedTier(Tier):
     @abstractmethod
     def find(self, keys: Sequence[bytes]) -> list[bool] | None:
         """Return for each key whether the tier holds it now; None if the tier cannot be asked."""
+
+    @abstractmethod
+    def purge(self, keys: Sequence[bytes] | None) -> int | None:
+        """Remove these chunks, or all of this layout (None), whoever has put them.
+
+        Blocks. Returns how many there were, None if some may be left.
+        """
 
 
 class NullTier(LocalTier):

@@ -67,6 +67,10 @@ class RequestedChunks:
         """Whether each of the chunks is in the pool or has a slot to be read into."""
         return self._promotion is None or self._promotion.counts.missing == 0
 
+    def leave(self) -> None:
+        """Give up the reads of chunks that will not be sent, and end their pins."""
+        self._engine.leave(self.keys, self._holder)
+
     @contextlib.contextmanager
     def hold(self, key: bytes) -> Iterator[memoryview | None]:
         """Hold a chunk and yield its bytes; None if the engine no longer has it."""
@@ -138,13 +142,17 @@ class ChunkSender:
 
         Raises the channel's exceptions and `ProtocolError`.
         """
-        while self._receive_gets():
-            for key in self._gets[0].keys:
-                # The next get is received here, so that it is read while this one is sent.
-                self._receive_gets()
-                if not self._send(self._gets[0], key):
-                    return
-            self._gets.popleft()
+        try:
+            while self._receive_gets():
+                for key in self._gets[0].keys:
+                    # The next get is received here, so that it is read while this one is sent.
+                    self._receive_gets()
+                    if not self._send(self._gets[0], key):
+                        return
+                self._gets.popleft()
+        finally:
+            for get in self._gets:
+                get.leave()
 
     def _receive_gets(self) -> bool:
         """Receive gets, waiting only if nothing is left to send; return False at the end."""
@@ -232,8 +240,9 @@ class TransferServer:
             "Warmroute serves chunks to other replicas on %s", join_host_port(*self.address)
         )
 
-    def stop(self) -> None:
-        """Stop listening, close all connections and wait for their threads."""
+    def stop(self, timeout_s: float = _JOIN_S) -> None:
+        """Stop listening, close all connections; wait for all their threads, so long together."""
+        ends_s = time.monotonic() + timeout_s
         with self._lock:
             self._stopping.set()
             serving = dict(self._open)
@@ -247,7 +256,7 @@ class TransferServer:
             self._listening = None
         for thread in (self._accepting, *serving.values()):
             if thread is not None:
-                thread.join(_JOIN_S)
+                thread.join(max(0.0, ends_s - time.monotonic()))
 
     @property
     def num_connections(self) -> int:

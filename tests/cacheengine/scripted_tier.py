@@ -74,9 +74,20 @@ class ScriptedTier(Scripted, LocalTier):
         self.item_bytes = CHUNK_BYTES
         self.capacity_bytes = items * CHUNK_BYTES
         self.held_at_start = list(held)
+        self.saves = threading.Event()
+        self.saves.set()
+        self.saved: list[bytes] | None = None
+
+    def save(self, keys: Sequence[bytes], *, is_final: bool) -> None:
+        assert self.saves.wait(20)
+        self.saved = [*keys] if is_final else self.saved
 
     def scan(self) -> list[bytes]:
         return self.held_at_start
+
+    def close(self) -> None:
+        super().close()
+        self.saves.set()
 
 
 class ScriptedRemote(Scripted, SharedTier):
@@ -95,6 +106,13 @@ class ScriptedRemote(Scripted, SharedTier):
         self.questions.append(list(keys))
         assert self.finds.wait(20)
         return [key in self.chunks for key in keys] if self.answers else None
+
+    def purge(self, keys: Sequence[bytes] | None) -> int | None:
+        if not self.answers:
+            return None
+        removed = {*self.chunks} if keys is None else {*keys} & {*self.chunks}
+        self.delete(removed)
+        return len(removed)
 
     def close(self) -> None:
         super().close()

@@ -219,7 +219,7 @@ def find_in_pool(replica: Replica, wanted: bytes) -> tuple[int, int]:
         except OSError:
             continue
         for line in lines:
-            match = re.match(r"([0-9a-f]+)-([0-9a-f]+) .*vllm_offload_.*\(deleted\)", line)
+            match = re.match(r"([0-9a-f]+)-([0-9a-f]+) .*/dev/shm/#.*\(deleted\)", line)
             if match is None:
                 continue
             start, end = (int(text, 16) for text in match.groups())

@@ -189,11 +189,19 @@ async def test_an_operators_copy_is_not_in_vain(fleet: Fleet) -> None:
     assert fleet.second.bench.engine.stats().prefetch_unused_chunks == 0
 
 
-async def test_nothing_to_move_is_done_at_once(fleet: Fleet) -> None:
-    begun = await fleet.begin(tokens=[1] * 300)
+@pytest.mark.parametrize(
+    ("tokens", "why"),
+    [
+        # The example of LMCache's documentation.
+        (12, "nothing to move: less than a chunk of 256 tokens is never kept"),
+        (300, "nothing to move: the source's tier (cpu) has none of it"),
+    ],
+)
+async def test_nothing_to_move_is_done_at_once(fleet: Fleet, tokens: int, why: str) -> None:
+    begun = await fleet.begin(tokens=[1] * tokens)
     assert begun["num_tokens"] == 0
     ended = await fleet.status(begun["event_id"])
-    assert (ended["state"], ended["asked_chunks"], ended["error"]) == ("done", 0, "")
+    assert (ended["state"], ended["asked_chunks"], ended["error"]) == ("done", 0, why)
 
 
 async def test_what_the_destination_had_counts_as_arrived(fleet: Fleet) -> None:
@@ -272,6 +280,20 @@ async def test_within_one_replica_up(fleet: Fleet) -> None:
     assert (ended["state"], ended["arrived_chunks"]) == ("done", 20)
     assert fleet.second.holds("cpu") == 20
     assert fleet.second.holds("disk") == 0
+
+
+async def test_within_one_replica_nobody_is_called(fleet: Fleet) -> None:
+    fleet.second.bench.store(PREFIX)
+    fleet.second.bench.finish_puts()
+    nowhere = {"agent_url": "http://127.0.0.1:1", "transfer_address": ""}
+    ended = await fleet.move(old="cpu", tier="disk", source=nowhere)
+    assert (ended["state"], ended["arrived_chunks"]) == ("done", 20)
+    assert (fleet.second.holds("cpu"), fleet.second.holds("disk")) == (0, 20)
+    same = await fleet.begin(400, old="disk", tier="disk", source=nowhere)
+    assert "the source and the destination are both this replica's disk tier" in same["error"]
+    await fleet.begin(400, old="remote", tier="disk", source=nowhere)
+    some = await fleet.move(old=None, copy=True, source=nowhere)
+    assert (some["state"], fleet.second.holds("cpu")) == ("done", 20)
 
 
 async def test_within_one_replica_down(fleet: Fleet) -> None:

@@ -3,7 +3,9 @@
 import asyncio
 import logging
 import socket
+import threading
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from cacheengine.record import EngineStats, TierStats, TransferStats
 from cacheengine.settings.engine_config import EngineConfig
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.helpers import CHUNK_BYTES, Bench, config, keys, layout, wait_until
+from tests.cacheengine.scripted_tier import ScriptedRemote
 from warmroute_common import agent_protocol as wire
 from warmroute_common.agent_protocol import ReplicaIdentity
 from warmroute_common.keys import HashScheme, chunk_keys, key64, prompt_extra_keys
@@ -67,9 +70,9 @@ class Rig:
         return msgspec.msgpack.decode(await self.get(f"/events?{query}"), type=wire.EventBatch)
 
 
-@pytest.fixture
-async def rig(tmp_path: Path, make_bench: MakeBench) -> AsyncIterator[Rig]:
-    bench = make_bench(8, config(tmp_path))
+@asynccontextmanager
+async def open_rig(bench: Bench) -> AsyncIterator[Rig]:
+    """Serve an engine."""
     agent = Agent(bench.engine, IDENTITY, EngineConfig(lmcache_worker_port=0))
     await asyncio.to_thread(agent.start)
     assert agent.address is not None
@@ -77,6 +80,12 @@ async def rig(tmp_path: Path, make_bench: MakeBench) -> AsyncIterator[Rig]:
     async with aiohttp.ClientSession() as session:
         yield Rig(bench, session, f"http://{host}:{port}")
     await asyncio.to_thread(agent.stop)
+
+
+@pytest.fixture
+async def rig(tmp_path: Path, make_bench: MakeBench) -> AsyncIterator[Rig]:
+    async with open_rig(make_bench(8, config(tmp_path))) as opened:
+        yield opened
 
 
 async def test_info_says_who_and_how_keys_are_made(rig: Rig) -> None:
@@ -130,6 +139,24 @@ async def test_lookup_by_tokens_and_by_keys_tells_the_tiers(rig: Rig) -> None:
     assert await rig.post("/lookup", {"keys": [chunk.hex() for chunk in CHUNKS]}) == expected
     salted = await rig.post("/lookup", {"tokens": TOKENS, "cache_salt": "other tenant"})
     assert salted["matched_tokens"] == 0
+
+
+async def test_a_long_prompt_is_hashed_while_other_calls_are_answered(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end, hashed = threading.Event(), threading.Event(), HashScheme.chain
+
+    def chain(*args: Any, **options: Any) -> list[bytes]:
+        begun.set()
+        assert may_end.wait(20)
+        return hashed(*args, **options)
+
+    monkeypatch.setattr(HashScheme, "chain", chain)
+    asked = asyncio.create_task(rig.post("/lookup", {"tokens": TOKENS}))
+    assert await asyncio.to_thread(begun.wait, 20)
+    await rig.get("/health")
+    may_end.set()
+    assert (await asked)["matched_tokens"] == 0
 
 
 async def test_lookup_in_one_tier_counts_that_alone(rig: Rig) -> None:
@@ -222,6 +249,19 @@ async def test_clear_drops_the_tiers_named(rig: Rig) -> None:
     rig.bench.finish_puts()
     assert await rig.post("/clear", {"tiers": ["cpu"]}) == {"dropped": {"cpu": 2}}
     assert await rig.post("/clear", {}) == {"dropped": {"cpu": 0, "disk": 2}}
+
+
+async def test_clear_drops_what_others_stored_in_the_remote_tier(make_bench: MakeBench) -> None:
+    remote = ScriptedRemote(dict.fromkeys([*CHUNKS[:3], *keys(9)], b""))
+    async with open_rig(make_bench(8, remote=remote)) as rig:
+        cleared = await rig.post("/clear", {"tokens": TOKENS[:512], "tiers": ["remote"]})
+        assert cleared == {"dropped": {"remote": 2}}
+        remote.answers = False
+        cleared = await rig.post("/clear", {"tiers": ["remote"]})
+        assert cleared == {"dropped": {"remote": 0}, "not_cleared": ["remote"]}
+        remote.answers = True
+        cleared = await rig.post("/clear", {})
+        assert cleared["dropped"]["remote"] == 2
 
 
 async def test_clear_drops_only_what_is_named(rig: Rig) -> None:

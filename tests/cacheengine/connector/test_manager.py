@@ -58,7 +58,7 @@ class Scheduler:
 
     def must_wait(self) -> bool:
         compute_s = float("inf")  # no rate is known
-        return self.manager.waits.must_wait(self.context.req_id, 0, compute_s)
+        return self.manager.waits.must_wait(self.context.req_id, 0, compute_s, compute_s)
 
     def end_step(self) -> None:
         self.manager.on_schedule_end(self._end)
@@ -215,7 +215,8 @@ def test_a_disk_that_hangs_is_not_waited_for(
         assert scheduler.lookup(1) == ["RETRY"]
     scheduler.end_step()
     assert scheduler.must_wait()
-    scheduler.bench.clock.advance(5.0)
+    wait_until(lambda: tier.get_count == 1)
+    scheduler.bench.clock.advance(5.1)
     assert not scheduler.must_wait()
     assert scheduler.lookup(1) == ["MISS"]
     tier.gets.set()
@@ -234,6 +235,87 @@ def test_a_request_that_is_aborted_leaves_no_pins(scheduler: Scheduler) -> None:
     assert scheduler.bench.engine.stats().cpu_held_bytes > 0
     scheduler.manager.on_request_finished(scheduler.context)
     assert scheduler.bench.engine.stats().cpu_held_bytes == 0
+
+
+class Waiting:
+    """A prompt of two chunks that are ready, asked for step by step until the GPU has room."""
+
+    def __init__(self, bench: Bench) -> None:
+        from cacheengine.connector.connector import WarmrouteConnector
+
+        self.scheduler = Scheduler(bench)
+        self.lookups = 0
+        self.connector = WarmrouteConnector.__new__(WarmrouteConnector)
+        self.connector._bounding_group_ids = ()
+        self.connector.connector_scheduler = SimpleNamespace(
+            manager=self.scheduler.manager, get_num_new_matched_tokens=self._look_up
+        )
+        self.request: Any = SimpleNamespace(request_id="request-1", num_tokens=600)
+        self.scheduler.store(1, 2)
+
+    def _look_up(self, request: Any, *limits: int, **options: Any) -> tuple[int | None, bool]:
+        self.lookups += 1
+        hits = self.scheduler.lookup(1, 2).count("HIT")
+        return 256 * hits, hits > 0
+
+    def ask(self, computed: int = 0) -> tuple[int | None, bool]:
+        """Ask in a step of its own."""
+        matched: tuple[int | None, bool]
+        matched = self.connector.get_num_new_matched_tokens(self.request, computed)
+        self.scheduler.end_step()
+        return matched
+
+    def is_held(self) -> bool:
+        """Whether no store can take its chunks' slots."""
+        reservation = self.scheduler.bench.engine.prepare_store([key(1000 + n) for n in range(8)])
+        assert reservation is not None
+        self.scheduler.bench.engine.complete_store(reservation.keys, success=False)
+        return key(1) not in reservation.evicted
+
+
+@pytest.fixture
+def waiting(make_bench: MakeBench) -> Waiting:
+    return Waiting(make_bench(8))
+
+
+def test_a_prompt_that_waits_for_the_gpu_is_not_looked_up_in_each_step(waiting: Waiting) -> None:
+    assert [waiting.ask() for _ in range(17)] == [(512, True)] * 17
+    assert waiting.lookups == 1
+    assert waiting.is_held()
+    assert waiting.ask() == (512, True)
+    assert waiting.lookups == 2, "others may have stored more of it"
+    waiting.ask(16)
+    assert waiting.lookups == 3, "the GPU has some of it now"
+    slots = waiting.scheduler.manager.prepare_load(offload_keys(1, 2), waiting.scheduler.context)
+    assert len(slots.block_ids) == 2
+    waiting.scheduler.end_step()
+    waiting.scheduler.manager.complete_load(offload_keys(1, 2), waiting.scheduler.context)
+    assert not waiting.is_held()
+
+
+@pytest.mark.parametrize("end", ["not asked", "aborted", "reset", "weights"])
+def test_what_a_waiting_prompt_holds_is_released(waiting: Waiting, end: str) -> None:
+    waiting.ask()
+    manager = waiting.scheduler.manager
+    match end:
+        case "aborted":
+            manager.on_request_finished(waiting.scheduler.context)
+        case "reset":
+            manager.reset_cache()
+        case "weights":
+            manager.weights_changed()
+    waiting.scheduler.end_step()
+    if end == "not asked":
+        assert not waiting.is_held()
+    assert waiting.scheduler.bench.engine.stats().cpu_held_bytes == 0
+    if end in {"reset", "weights"}:
+        assert waiting.ask() == (0, False)
+
+
+def test_a_prompt_that_takes_much_of_the_pool_is_looked_up_again(make_bench: MakeBench) -> None:
+    waiting = Waiting(make_bench(7))
+    assert waiting.ask() == waiting.ask() == (512, True)
+    assert waiting.lookups == 2
 
 
 def test_two_loads_of_one_chunk_each_hold_it(scheduler: Scheduler) -> None:
@@ -313,9 +395,12 @@ def test_a_stored_prefix_leaves_from_its_end(scheduler: Scheduler) -> None:
         assert output.evicted_keys == offload_keys(leaves)
 
 
+@pytest.mark.parametrize(("batches", "steps"), [(1, 3), (2, 3), (3, 4), (9, 10)])
 def test_reset_keeps_rows_of_transfers_under_way_until_they_are_flushed(
-    scheduler: Scheduler,
+    scheduler: Scheduler, batches: int, steps: int
 ) -> None:
+    """With pipeline stages vLLM schedules that many batches before the first has ended."""
+    scheduler.manager.expect_batches(batches)
     scheduler.store(1, 2)
     scheduler.bench.finish_puts()
     scheduler.manager.prepare_load(offload_keys(1), scheduler.context)
@@ -329,8 +414,8 @@ def test_reset_keeps_rows_of_transfers_under_way_until_they_are_flushed(
         scheduler.manager.complete_store(output.keys_to_store, scheduler.context, success=False)
         return len(output.keys_to_store) == 4
 
-    assert not can_store_four()  # two rows are still in use
-    for _ in range(3):
+    for _ in range(steps):
+        assert not can_store_four()  # two rows are still in use
         scheduler.end_step()
     assert can_store_four()
 
@@ -400,6 +485,7 @@ def test_requests_of_an_adapter_have_keys_of_its_files(
     version = scheduler.manager.keys.versions.of_name(("a", str(tmp_path / "a")))
     assert scheduler.bench.engine.match([version.stored_key(key(1))]) == ["cpu"]
     (tmp_path / "a" / "adapter_config.json").write_text("{ }")
+    scheduler.manager.keys.versions.check_adapters()
     nothing = scheduler.manager.prepare_store(offload_keys(2), scheduler.context)
     assert nothing is not None
     assert nothing.keys_to_store == [], "vLLM may have read the new files by now"

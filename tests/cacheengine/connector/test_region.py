@@ -197,10 +197,29 @@ def test_killed_before_the_name_is_forgotten_the_pages_come_back(
         assert counts().available == 0
         ranks[0].kill()
         assert counts().available == HUGE_PAGES
-    # What is left is a link to nowhere.
+    assert_link_to_nowhere(engine_id)
+
+
+def test_killed_before_the_name_is_forgotten_ordinary_memory_comes_back(engine_id: str) -> None:
+    """While vLLM compiles and captures graphs: the pool must not stay for each killed start."""
+    worker = Worker(engine_id, 0, hugepages=False)
+    worker.go()
+    assert not worker.has_huge_pages()
+    worker.kill()
+    assert_link_to_nowhere(engine_id)
+
+
+def assert_link_to_nowhere(engine_id: str) -> None:
     link = Path(f"/dev/shm/vllm_offload_{engine_id}.mmap")
-    assert not link.exists()
-    link.unlink()
+    try:
+        assert not link.exists()
+    finally:
+        link.unlink()
+
+
+def test_a_pool_larger_than_dev_shm_is_refused(engine_id: str) -> None:
+    with pytest.raises(RuntimeError, match=r"space in /dev/shm for .* \(max_local_cpu_size\)"):
+        open_region(engine_id, 0, hugepages=False, num_chunks=1 << 40)
 
 
 def test_a_last_page_that_is_not_full(engine_id: str) -> None:

@@ -1,5 +1,6 @@
 """What the spec refuses at start, and what it tells vLLM."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
@@ -208,6 +209,46 @@ def test_the_manager_ends_what_it_started(configured: Path) -> None:
     assert spec.get_manager() is manager
     assert not list(Path("/dev/shm").glob("vllm_offload_test*")), "the name is gone at once"
     manager.shutdown()
+
+
+@pytest.mark.usefixtures("worker_memory")
+@pytest.mark.parametrize("hangs", [True, False])
+def test_the_end_takes_less_than_vllm_grants_and_most_of_it_is_for_writes(
+    configured: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    from cacheengine.agent.agent import Agent
+    from cacheengine.connector import spec as made
+    from cacheengine.engine.engine import CacheEngine
+    from cacheengine.transfer.transfer_server import TransferServer
+
+    took: dict[str, float] = {}
+    now_s = [1000.0]
+
+    def wrapped(real: Any) -> Any:
+        def stop(self: Any, timeout_s: float) -> None:
+            now_s[0] += timeout_s if hangs else 0.0
+            real(self)
+
+        return stop
+
+    real_close = CacheEngine.close
+
+    def close(self: CacheEngine, *, drain_s: float) -> None:
+        took["drain"] = drain_s
+        took["end"] = drain_s / 2
+        real_close(self)
+
+    configured.write_text(configured.read_text() + "distributed_url: localhost:0\n")
+    manager = made.WarmrouteSpec(offloading_config()).get_manager()
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: now_s[0])
+        patch.setattr(CacheEngine, "close", close)
+        patch.setattr(Agent, "stop", wrapped(Agent.stop))
+        patch.setattr(TransferServer, "stop", wrapped(TransferServer.stop))
+        manager.shutdown()
+    spent_s = now_s[0] - 1000
+    assert took["drain"] >= 1.5
+    assert spent_s + took["drain"] + took["end"] <= made._SHUTDOWN_S < 5
 
 
 @pytest.mark.usefixtures("worker_memory")

@@ -115,7 +115,7 @@ def arguments(method: Callable[..., object]) -> list[str]:
 
 PUBLIC = {
     "WarmrouteConnector": set(),
-    "WarmrouteManager": SINCE_0_33 | {"weights_changed"},
+    "WarmrouteManager": SINCE_0_33 | {"weights_changed", "expect_batches"},
     "WarmrouteSpec": SINCE_0_33,
     "CpuCopyWorker": set(),
     "PoolRegion": {"has_huge_pages", "check_shared", "forget_name"},

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,19 @@ from cacheengine.engine.engine import CacheEngine
 from cacheengine.identity.chunk_layout import ChunkLayout
 from cacheengine.memory import Pool
 from cacheengine.residency.decisions import Presence
+from cacheengine.residency.eviction_policies import POLICY_NAMES
 from cacheengine.settings.engine_config import EngineConfig
 from cacheengine.tiers.disk import DiskTier
 from tests.cacheengine.conftest import MakeBench
-from tests.cacheengine.helpers import CHUNK_BYTES, config, key, keys, layout, tier_stack
+from tests.cacheengine.helpers import (
+    CHUNK_BYTES,
+    config,
+    key,
+    keys,
+    layout,
+    tier_stack,
+    wait_until,
+)
 from warmroute_common.config_reader import ConfigError
 
 _PROGRAM = """
@@ -70,12 +80,10 @@ def test_a_smaller_limit_at_restart_keeps_the_most_recent(
     make_bench: MakeBench, tmp_path: Path
 ) -> None:
     first = make_bench(8, config(tmp_path))
-    tier = tier_stack(first.engine).local
-    assert isinstance(tier, DiskTier)
-    for age_s, number in enumerate([1, 2, 3, 4]):
+    for number in (1, 2, 3, 4):
         first.store(keys(number))
         first.finish_puts()
-        os.utime(tier.path(key(number)), (1000 - age_s, 1000 - age_s))
+    first.engine.touch(keys(1, 2))
     first.engine.close()
     second = make_bench(8, config(tmp_path, disk_items=2))
     assert [bool(second.engine.match(keys(number))) for number in (1, 2, 3, 4)] == [
@@ -85,6 +93,62 @@ def test_a_smaller_limit_at_restart_keeps_the_most_recent(
         False,
     ]
     assert len(list(tmp_path.rglob("*.kv"))) == 2
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_after_a_restart_what_was_used_in_ram_leaves_last(
+    make_bench: MakeBench, tmp_path: Path, policy: str
+) -> None:
+    settings = replace(config(tmp_path, disk_items=4), cache_policy=policy)
+    first = make_bench(8, settings)
+    first.store(keys(1, 2, 3, 4))
+    first.finish_puts()
+    for _ in range(5):
+        first.engine.touch(keys(1))
+    first.engine.close()
+    second = make_bench(8, settings)
+    for number in (11, 12, 13):
+        second.store(keys(number))
+        second.finish_puts()
+    assert second.engine.match(keys(1)) == ["disk"]
+    assert [second.engine.match(keys(number)) for number in (2, 3, 4)] == [[]] * 3
+
+
+def test_the_order_of_use_survives_a_kill(make_bench: MakeBench, tmp_path: Path) -> None:
+    """It is kept every few minutes while chunks are written; later chunks are the most recent."""
+    first = make_bench(8, config(tmp_path, disk_items=4))
+    first.store(keys(1, 2))
+    first.finish_puts()
+    first.engine.touch(keys(1))
+    first.clock.advance(301)
+    first.store(keys(3))
+    index = tmp_path / layout().fingerprint() / ".index"
+    wait_until(index.exists)
+    first.store(keys(4))
+    first.finish_puts()
+    kept = index.read_bytes()
+    first.engine.close()
+    index.write_bytes(kept)
+    second = make_bench(8, config(tmp_path, disk_items=4))
+    for number in (11, 12):
+        second.store(keys(number))
+        second.finish_puts()
+    found = [bool(second.engine.match(keys(number))) for number in (1, 2, 3, 4)]
+    assert found[1] is False
+    assert found[3] is True
+    assert sum(found) == 2
+
+
+def test_a_chunk_cleared_just_before_the_end_is_not_in_the_index(
+    make_bench: MakeBench, tmp_path: Path
+) -> None:
+    first = make_bench(8, config(tmp_path))
+    first.store(keys(1, 2))
+    first.finish_puts()
+    first.engine.clear(["disk"], keys(1))
+    first.engine.close()
+    second = make_bench(8, config(tmp_path))
+    assert [bool(second.engine.match(keys(number))) for number in (1, 2)] == [False, True]
 
 
 def test_one_flipped_byte_is_a_miss(make_bench: MakeBench, tmp_path: Path) -> None:

@@ -261,7 +261,9 @@ class EngineMachine(RuleBasedStateMachine):
         chunks=PREFIXES,
         call=st.sampled_from(["store", "prepare", "hold", "touch", "promote", "clear", "expire"]),
         after=st.integers(1, 6),
-        meanwhile=st.sampled_from(["clear", "clear some", "store", "jobs", "promote", "expire"]),
+        meanwhile=st.sampled_from(
+            ["clear", "clear some", "store", "jobs", "promote", "expire", "leave"]
+        ),
         others=PREFIXES,
     )
     def interrupt(
@@ -276,6 +278,7 @@ class EngineMachine(RuleBasedStateMachine):
             "clear": lambda keys: self.clear(None, keys),
             "clear some": lambda keys: self.clear(["cpu"], keys),
             "expire": lambda _: self.let_time_pass(6.0),
+            "leave": lambda _: self.engine.leave(UNIVERSE, "one"),
             "jobs": lambda _: self.run_all_io(),
         }
         if call == "clear" and meanwhile == "store":
@@ -300,13 +303,25 @@ class EngineMachine(RuleBasedStateMachine):
     def touch(self, chunks: list[bytes]) -> None:
         self.engine.touch(chunks)
 
-    @rule(chunks=PREFIXES, pin_s=st.sampled_from([0.0, 5.0]), holder=HOLDERS)
-    def promote(self, chunks: list[bytes], pin_s: float, holder: str | None) -> None:
-        promotion = self.engine.promote(chunks, pin_s=pin_s, holder=holder)
+    @rule(
+        chunks=PREFIXES,
+        pin_s=st.sampled_from([0.0, 5.0]),
+        holder=HOLDERS,
+        is_demand=st.booleans(),
+    )
+    def promote(
+        self, chunks: list[bytes], pin_s: float, holder: str | None, is_demand: bool = False
+    ) -> None:
+        promotion = self.engine.promote(chunks, pin_s=pin_s, holder=holder, is_demand=is_demand)
         counts = promotion.counts
         total = counts.resident + counts.promoted + counts.pending + counts.missing
         assert total == len(chunks)
         self.promotions.append(promotion)
+
+    @rule(holder=st.sampled_from(["one", "two"]), keep_ready=st.booleans())
+    def leave(self, holder: str, keep_ready: bool) -> None:
+        self.engine.leave(UNIVERSE, holder, keep_ready=keep_ready)
+        assert all(each.done for each in self.promotions if each.holder == holder)
 
     @rule(seconds=st.sampled_from([0.5, 2.0, 6.0, 100.0]))
     def let_time_pass(self, seconds: float) -> None:
@@ -339,7 +354,10 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(
         data=st.data(),
         meanwhile=st.sampled_from(
-            ["nothing", "clear", "clear cpu", "clear disk", "clear remote", "store", "job", "evict"]
+            [
+                *("nothing", "clear", "clear cpu", "clear disk", "clear remote"),
+                *("store", "job", "evict", "leave"),
+            ]
         ),
         answers=st.sampled_from([True, True, True, False]),
         put=st.sampled_from([PutOutcome.STORED] * 4 + [PutOutcome.NO_SPACE, PutOutcome.FAILED]),
@@ -366,6 +384,7 @@ class EngineMachine(RuleBasedStateMachine):
             "evict": self.remote.chunks.clear,
             "store": lambda: self.store(UNIVERSE[:3]),
             "job": self._run_first_job,
+            "leave": lambda: self.leave("one", keep_ready=False),
         }
         self.tier.meanwhile = self.remote.meanwhile = actions[meanwhile]
         self._run(job)

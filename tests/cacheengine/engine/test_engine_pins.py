@@ -263,7 +263,7 @@ def test_what_finds_no_room_is_refused_and_what_never_can_is_missing(
     refused = bench.engine.promote(keys(4, 5, 6, 7), pin_s=10, holder="b")
     assert refused.wait(20) and refused.was_refused
     assert not bench.engine.may_promote()
-    bench.engine.end_pins(keys(1, 2, 3), "a")
+    bench.engine.leave(keys(1, 2, 3), "a")
     assert bench.engine.may_promote()
     # Beyond six of its own there will not.
     long = bench.engine.promote(keys(4, 5, 6, 7, 8, 9, 10), pin_s=10, holder="b")

@@ -54,6 +54,24 @@ def test_chunks_that_the_server_lost_are_missing_and_those_before_them_are_loade
     assert second.has_right_bytes(keys(*range(25)))
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_clearing_removes_what_others_and_earlier_processes_stored(
+    pair: tuple[Bench, Bench], server: RedisProcess, named: bool
+) -> None:
+    """An operator clears since KV is bad or private: the next prompt must not find it."""
+    first, restarted = pair
+    first.store(keys(*NUMBERS))
+    first.finish_puts()
+    server.do("SET", "warmroute:another-layout:1", "kept")
+    cleared = keys(*NUMBERS) if named else None
+    restarted.engine.clear(["remote"], cleared)
+    assert restarted.engine.clear_shared(cleared) == len(NUMBERS)
+    assert server.do("DBSIZE") == 1
+    assert restarted.promote(keys(*NUMBERS)) == (0, 0, len(NUMBERS))
+    server.kill()
+    assert restarted.engine.clear_shared(cleared) is None
+
+
 def test_a_damaged_chunk_is_a_miss_is_counted_and_is_stored_anew(
     pair: tuple[Bench, Bench], server: RedisProcess
 ) -> None:

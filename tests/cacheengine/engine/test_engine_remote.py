@@ -174,6 +174,10 @@ def test_found_chunks_are_news(make_bench: MakeBench, remote: ScriptedRemote) ->
     assert _tiers(bench) == {"cpu": 0, "remote": 1}
 
 
+def _wait_for_questions(remote: ScriptedRemote, count: int) -> None:
+    wait_until(lambda: len(remote.questions) == count)
+
+
 def test_a_dead_remote_is_a_miss_and_is_left_alone(
     make_bench: MakeBench, remote: ScriptedRemote
 ) -> None:
@@ -183,13 +187,41 @@ def test_a_dead_remote_is_a_miss_and_is_left_alone(
     assert bench.engine.lookup(key(3)) is Presence.MISS
     assert bench.promote(keys(3)) == (0, 0, 1)
     assert len(remote.questions) == 1
+    # No request finds out whether it is well again: a ping does.
+    for number in range(2, 5):
+        bench.clock.advance(1)
+        assert bench.engine.lookup(key(3)) is Presence.MISS
+        assert len(remote.questions) == number - 1
+        bench.engine.expire_pins()
+        _wait_for_questions(remote, number)
+    assert not {*keys(3)} & {*remote.questions[-1]}
+    assert bench.engine.stats().remote.unanswered == 2
+    remote.answers = True
     bench.clock.advance(1)
-    assert bench.engine.lookup(key(3)) is Presence.UNKNOWN
-    assert _look(bench, 3) is Presence.MISS
-    bench.clock.advance(0.9)
-    assert bench.engine.lookup(key(3)) is Presence.MISS
-    assert bench.engine.stats().remote.unanswered == 3
-    assert len(remote.questions) == 2
+    bench.engine.expire_pins()
+    wait_until(lambda: bench.engine.lookup(key(3)) is Presence.UNKNOWN)
+
+
+def test_a_server_that_hangs_is_pinged_and_keeps_no_request(
+    make_bench: MakeBench, remote: ScriptedRemote
+) -> None:
+    """8 of 66 requests waited 2 s each: the first after each pause was the one to find out."""
+    bench = make_bench(4, remote=remote)
+    remote.answers = False
+    assert bench.promote(keys(1)) == (0, 0, 1)
+    remote.finds.clear()
+    for number in range(10, 50):
+        bench.clock.advance(1.0)
+        bench.engine.expire_pins()
+        assert bench.engine.lookup(key(number)) is Presence.MISS
+        assert bench.promote(keys(number)) == (0, 0, 1)
+    wait_until(lambda: len(remote.questions) == 2)
+    asker = tier_stack(bench.engine).io[1]._asker
+    assert isinstance(asker, IoThreads)
+    assert asker._jobs.qsize() <= 1, "they do not pile up"
+    remote.answers = True
+    remote.finds.set()
+    wait_until(lambda: bench.engine.lookup(key(1)) is Presence.UNKNOWN)
 
 
 def test_a_remote_that_hangs_keeps_no_request(
@@ -229,6 +261,8 @@ def test_a_read_that_fails_rests_the_remote(make_bench: MakeBench, remote: Scrip
     assert bench.engine.stats().remote.io_errors == 1
     remote.get_outcome = GetOutcome.OK
     bench.clock.advance(1.1)
+    bench.engine.expire_pins()
+    wait_until(lambda: bench.engine.lookup(key(1)) is Presence.REMOTE)
     assert bench.promote(keys(1, 2)) == (0, 2, 0)
 
 
@@ -334,7 +368,7 @@ def test_closing_ends_what_hangs_in_the_remote(
     make_bench: MakeBench, remote: ScriptedRemote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Closing the tier makes its calls fail; until then they may write into the pool."""
-    monkeypatch.setattr("cacheengine.engine.tier_io._END_S", 1.0)
+    monkeypatch.setattr("cacheengine.engine.tier_io._LEAST_END_S", 1.0)
     bench = make_bench(4, remote=remote)
     remote.gets.clear()
     _put_by_others(remote, 1)
@@ -374,3 +408,47 @@ def test_what_is_found_while_its_put_is_queued_is_not_put(
     bench.finish_puts()
     assert remote.put_batches == [1, 1]
     assert bench.engine.stats().remote.put_drops == 0
+
+
+def test_chunks_used_in_ram_are_asked_for_again_and_put_again_if_they_are_gone(
+    make_bench: MakeBench, remote: ScriptedRemote
+) -> None:
+    """The server evicts what nobody asks it for: what replicas serve from RAM, the hottest."""
+    bench = make_bench(4, remote=remote)
+    bench.store(keys(1, 2))
+    bench.finish_puts()
+    bench.engine.take_events()
+    remote.questions.clear()
+    remote.chunks.clear()
+    bench.engine.touch(keys(1, 2, 3))
+    bench.clock.advance(500)
+    bench.engine.touch(keys(1, 2))
+    assert remote.questions == []
+    bench.clock.advance(200)
+    bench.engine.touch(keys(1, 2))
+    wait_until(lambda: remote.chunks == {chunk: payload(chunk) for chunk in keys(1, 2)})
+    bench.finish_puts()
+    assert remote.questions == [keys(1, 2)]
+    told = [(event.tier, event.stored) for event in bench.engine.take_events()]
+    assert told == [("remote", False), *[("remote", True)] * (len(told) - 1)]
+    for _ in range(3):  # they are there now
+        bench.clock.advance(700)
+        bench.engine.touch(keys(1, 2))
+    wait_until(lambda: len(remote.questions) > 1)
+    assert {*remote.questions[-1]} <= {*keys(1, 2)}
+    assert bench.engine.stats().remote.puts == 4
+
+
+def test_a_server_that_does_not_answer_loses_no_chunk_by_that(
+    make_bench: MakeBench, remote: ScriptedRemote
+) -> None:
+    bench = make_bench(4, remote=remote)
+    bench.store(keys(1))
+    bench.finish_puts()
+    bench.engine.touch(keys(1))
+    remote.answers = False
+    bench.clock.advance(2000)
+    bench.engine.touch(keys(1))
+    wait_until(lambda: bench.engine.stats().remote.unanswered == 1)
+    assert bench.engine.held_in(keys(1), "remote") == 1
+    assert bench.engine.stats().remote.puts == 1

@@ -44,6 +44,53 @@ def test_what_the_queue_could_not_take_is_put_when_it_can(
     assert bench.engine.stats().disk.put_retries == 2
 
 
+def test_without_local_cpu_no_chunk_is_lost_for_a_full_queue(
+    make_bench: MakeBench, tier: ScriptedTier
+) -> None:
+    """It stays in the pool, which has room, until it is on disk; then it leaves."""
+    bench = make_bench(8, config(Path("unused"), local_cpu=False, share=0.25), tier=tier)
+    tier.puts.clear()
+    bench.store(keys(1, 2, 3, 4, 5, 6))
+    assert bench.engine.stats().disk.put_drops == 4
+    assert bench.has_right_bytes(keys(6))
+    tier.puts.set()
+    wait_until(lambda: _holds(tier, 1, 2, 3, 4, 5, 6))
+    bench.finish_puts()
+    assert bench.engine.stats().cpu_used_bytes == 0
+
+
+def test_without_local_cpu_a_disk_that_hangs_loses_no_chunk(
+    make_bench: MakeBench, tier: ScriptedTier
+) -> None:
+    """What was queued for it stays in the pool until the disk answers."""
+    bench = make_bench(8, config(Path("unused"), local_cpu=False), tier=tier)
+    tier.puts.clear()
+    bench.store(keys(1, 2, 3, 4, 5, 6))
+    wait_until(lambda: len(tier.put_batches) == 2)
+    _let_time_pass(bench, 11)
+    assert bench.engine.stats().disk.put_drops == 4
+    assert bench.has_right_bytes(keys(6))
+    tier.puts.set()
+    wait_until(lambda: _holds(tier, 1, 2, 3, 4, 5, 6))
+    bench.finish_puts()
+    assert bench.engine.stats().cpu_used_bytes == 0
+
+
+def test_without_local_cpu_a_chunk_leaves_when_its_put_is_given_up(
+    make_bench: MakeBench, tier: ScriptedTier
+) -> None:
+    bench = make_bench(4, config(Path("unused"), local_cpu=False), tier=tier)
+    tier.put_outcome = PutOutcome.FAILED
+    bench.store(keys(1))
+    bench.finish_puts()
+    assert bench.has_right_bytes(keys(1))
+    for _ in range(3):
+        _let_time_pass(bench, 120)
+        bench.finish_puts()
+    assert bench.engine.stats().disk.io_errors == 3
+    assert bench.engine.stats().cpu_used_bytes == 0
+
+
 def test_a_put_that_failed_is_tried_again_after_the_pause(
     make_bench: MakeBench, tier: ScriptedTier
 ) -> None:
@@ -154,6 +201,11 @@ def _told(engine: CacheEngine) -> list[tuple[str, bool]]:
     return [(event.tier, event.stored) for event in engine.take_events()]
 
 
+def _count_questions(remote: ScriptedRemote, count: int) -> bool:
+    wait_until(lambda: len(remote.questions) >= count)
+    return len(remote.questions) == count
+
+
 def test_a_server_that_is_well_again_is_asked_within_a_second(make_bench: MakeBench) -> None:
     """Its store has a breaker of its own; a second one that grew would hide it for a minute."""
     remote = ScriptedRemote({key(1): payload(key(1))})
@@ -161,10 +213,14 @@ def test_a_server_that_is_well_again_is_asked_within_a_second(make_bench: MakeBe
     remote.answers = False
     for number in range(1, 9):
         assert bench.promote(keys(1)) == (0, 0, 1)
-        assert bench.engine.stats().remote.unanswered == number
         assert bench.engine.lookup(key(1)) is Presence.MISS  # no request waits for it
         bench.clock.advance(1.1)
+        bench.engine.expire_pins()
+        assert _count_questions(remote, number + 1)
     remote.answers = True
+    bench.clock.advance(1.1)
+    bench.engine.expire_pins()
+    wait_until(lambda: bench.engine.lookup(key(1)) is not Presence.MISS)
     assert bench.promote(keys(1)) == (0, 1, 0)
 
 

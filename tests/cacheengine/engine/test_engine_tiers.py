@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -9,7 +10,7 @@ from cacheengine.residency.decisions import Presence
 from cacheengine.tiers.tier import GetOutcome, PutOutcome
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.helpers import Bench, config, key, keys, payload, tier_stack, wait_until
-from tests.cacheengine.scripted_tier import ScriptedTier
+from tests.cacheengine.scripted_tier import ScriptedRemote, ScriptedTier
 
 
 @pytest.fixture
@@ -348,6 +349,71 @@ def test_clearing_the_disk_tier_alone_leaves_the_pool(
     wait_until(lambda: not tier.chunks)
 
 
+# --- a disk that hangs ---
+
+
+def test_a_disk_that_hangs_keeps_only_the_slots_that_it_writes_to(
+    make_bench: MakeBench, tier: ScriptedTier
+) -> None:
+    """All slots were lost until the disk answered: reads that had not begun kept theirs."""
+    bench = _on_disk(make_bench, tier, *range(100), slots=100)
+    tier.gets.clear()
+    prefetch = bench.engine.promote(keys(*range(75)), pin_s=0.0)
+    wait_until(lambda: tier.get_count == 4)
+    bench.clock.advance(6.0)
+    bench.engine.expire_pins()
+    assert bench.engine.stats().cpu_used_bytes == 4 * bench.pool.slot_bytes
+    assert (prefetch.counts.missing, prefetch.counts.pending) == (71, 4)
+    assert bench.engine.lookup(key(80)) is Presence.MISS, "nothing is read from it"
+    assert bench.engine.promote(keys(80), pin_s=0.0).counts.missing == 1
+    assert len(bench.store(keys(*range(200, 260))) or ()) == 60
+    bench.engine.check()
+    # What was begun ends in its own slot, and the disk is used again.
+    tier.gets.set()
+    assert prefetch.wait(20)
+    assert prefetch.counts.promoted == 4
+    bench.engine.expire_pins()
+    assert bench.promote(keys(80)) == (0, 1, 0)
+    assert bench.has_right_bytes(keys(80, *range(200, 230)))
+
+
+def test_the_remote_tier_is_asked_for_what_is_on_a_disk_that_hangs(
+    make_bench: MakeBench, tier: ScriptedTier
+) -> None:
+    tier.held_at_start = keys(*range(20))
+    remote = ScriptedRemote({chunk: payload(chunk) for chunk in keys(*range(20))})
+    bench = make_bench(40, config(), tier=tier, remote=remote)
+    tier.gets.clear()
+    promotion = bench.engine.promote(keys(*range(20)), pin_s=0.0)
+    wait_until(lambda: tier.get_count == 4)
+    bench.clock.advance(6.0)
+    bench.engine.expire_pins()
+    assert promotion.counts.pending == 4
+    assert bench.engine.lookup(key(10)) is Presence.UNKNOWN, "the remote tier is asked"
+    wait_until(lambda: bench.engine.lookup(key(10)) is Presence.REMOTE)
+    assert bench.promote(keys(10)) == (0, 1, 0)
+    assert bench.has_right_bytes(keys(10))
+
+
+def test_a_disk_that_hangs_in_writes_gives_the_slots_of_the_others_back(
+    make_bench: MakeBench, tier: ScriptedTier
+) -> None:
+    bench = _bench(make_bench, tier, slots=8)
+    tier.puts.clear()
+    bench.store(keys(*range(8)))
+    wait_until(lambda: bench.engine.tier_info()["disk"].used_bytes == 2 * tier.item_bytes)
+    assert bench.engine.prepare_store(keys(*range(10, 16))) is None
+    bench.clock.advance(11.0)
+    assert bench.store(keys(*range(10, 16))) == tuple(keys(*range(10, 16)))
+    assert bench.engine.stats().put_queue_bytes == 2 * bench.pool.slot_bytes
+    tier.puts.set()
+    bench.finish_puts()
+    bench.engine.expire_pins()
+    bench.finish_puts()
+    assert {*keys(*range(10, 16))} <= tier.chunks.keys(), "tried again"
+    assert all(tier.chunks[chunk] == payload(chunk) for chunk in tier.chunks)
+
+
 def test_close_writes_what_is_queued(make_bench: MakeBench, tier: ScriptedTier) -> None:
     bench = _bench(make_bench, tier, slots=8)
     bench.store(keys(*range(8)))
@@ -367,6 +433,42 @@ def test_close_is_bounded_when_the_disk_is_slow(make_bench: MakeBench, tier: Scr
     closing.join(20)
     assert len(tier.chunks) == 2  # those under way; the rest was given up
     assert bench.engine.stats().put_queue_bytes == 0
+
+
+def test_close_keeps_the_order_of_the_chunks_on_disk(
+    make_bench: MakeBench, tier: ScriptedTier
+) -> None:
+    bench = _bench(make_bench, tier)
+    bench.store(keys(1, 2))
+    bench.engine.close()
+    assert tier.saved is not None
+    assert {*tier.saved} == {*keys(1, 2)}
+
+
+def test_a_disk_that_hangs_while_its_index_is_written_takes_one_thread(
+    make_bench: MakeBench, tier: ScriptedTier
+) -> None:
+    bench = _bench(make_bench, tier)
+    tier.saves.clear()
+    bench.clock.advance(301)
+    for number in range(4):
+        bench.store(keys(number))
+        wait_until(partial(tier.chunks.__contains__, key(number)))
+    assert tier.saved is None
+    bench.finish_puts()
+
+
+def test_close_is_bounded_when_an_idle_disk_hangs(
+    make_bench: MakeBench, tier: ScriptedTier
+) -> None:
+    bench = _bench(make_bench, tier)
+    bench.store(keys(1))
+    bench.finish_puts()
+    tier.saves.clear()
+    bench.engine.close(drain_s=0.1)
+    assert tier.saved is None
+    tier.saves.set()
+    wait_until(lambda: tier.saved == keys(1))
 
 
 def test_after_close_nothing_hangs(make_bench: MakeBench, tier: ScriptedTier) -> None:
@@ -389,7 +491,7 @@ def test_closing_takes_nothing_off_the_disk(make_bench: MakeBench, tier: Scripte
     wait_until(lambda: tier.get_count > 0)
     closing = threading.Thread(target=bench.engine.close)
     closing.start()
-    wait_until(lambda: not tier_stack(bench.engine).io[0].is_reading)
+    wait_until(lambda: tier_stack(bench.engine).io[0].index.is_suspended)
     tier.gets.set()
     closing.join(20)
     assert promotion.done

@@ -16,6 +16,7 @@ from tests.cacheengine.helpers import (
     keys,
     payload,
     tier_stack,
+    wait_until,
 )
 from tests.cacheengine.scripted_tier import ScriptedRemote, ScriptedTier
 
@@ -106,7 +107,7 @@ def test_a_store_that_is_cleared_before_its_puts_are_queued(make_bench: MakeBenc
     bench.store(PREFIX)
     bench.finish_puts()
     assert bench.engine.match(PREFIX[:1]) == []
-    assert bench.engine.stats().cpu_used_bytes == 0
+    wait_until(lambda: bench.engine.stats().cpu_used_bytes == 0)
 
 
 def test_a_promotion_ends_at_the_first_chunk_without_room(make_bench: MakeBench) -> None:
@@ -149,7 +150,7 @@ def test_an_answer_that_comes_before_a_promotion_waits_for_it(make_bench: MakeBe
     # After its touches, the look at the pins, and the first portion of its questions.
     _between(bench, 3 + 1 + 1, answer)
     promotion = bench.engine.promote(PREFIX, pin_s=10.0)
-    assert bench.engine.stats().remote.asked >= PORTION
+    wait_until(lambda: bench.engine.stats().remote.asked >= PORTION)
     assert promotion.wait(20)
     assert promotion.counts.promoted == CHUNKS
 

@@ -1,15 +1,19 @@
-"""Requests that wait for chunks below the pool: how often they are looked up, and until when."""
+"""Requests that wait for chunks below the pool: how often they are looked up, and in which order.
+
+`test_waiting_pays` says how long, with a real engine.
+"""
 
 from collections.abc import Iterable, Sequence
 
 import pytest
 
-from cacheengine.engine.promotion_waits import PIN_S, Patience, PromotionWaits
-from cacheengine.residency.decisions import Presence, Promotion, PromotionOutcome
+from cacheengine.engine.promotion_waits import PIN_S, PromotionWaits
+from cacheengine.residency.decisions import Promotion, PromotionOutcome
 from cacheengine.residency.pool_index import Holder
 from tests.cacheengine.helpers import FakeClock, keys
 
 COMPUTE_S = 2.0
+CHUNK_S = 1.0
 
 
 class Engine:
@@ -18,19 +22,30 @@ class Engine:
     def __init__(self) -> None:
         self.room = 100
         self.has_room = True
-        self.where: dict[bytes, Presence] = {}
+        self.ready: set[bytes] = set()
+        self.is_late = False
         self.promoted: list[tuple[Holder, list[bytes]]] = []
         self.promotions: list[Promotion] = []
         self.unpinned: list[tuple[Holder, list[bytes]]] = []
-        self.looked_up: list[bytes] = []
-        self.ended = {"disk": 0, "remote": 0}
 
-    def lookup(self, key: bytes) -> Presence:
-        self.looked_up.append(key)
-        return self.where.get(key, Presence.MISS)
+    def arrivals(self, keys: Sequence[bytes]) -> list[float | None]:
+        return [None if each in self.ready else 100.0 * self.is_late for each in keys]
 
-    def promote(self, keys: Sequence[bytes], *, pin_s: float, holder: Holder = None) -> Promotion:
-        assert pin_s == PIN_S
+    def arrival_s(self, promotion: Promotion) -> float:
+        return 100.0 * self.is_late
+
+    def measure_again(self, keys: Sequence[bytes]) -> None:
+        pass
+
+    def promote(
+        self,
+        keys: Sequence[bytes],
+        *,
+        pin_s: float,
+        holder: Holder = None,
+        is_demand: bool = False,
+    ) -> Promotion:
+        assert pin_s == PIN_S and is_demand
         self.promoted.append((holder, list(keys)))
         promotion = Promotion(len(keys))
         taken = min(self.room, len(keys))
@@ -43,11 +58,12 @@ class Engine:
     def may_promote(self) -> bool:
         return self.has_room
 
-    def reads_ended(self, tier: str) -> int:
-        return self.ended[tier]
+    def room_s(self) -> float:
+        return 0.0
 
-    def end_pins(self, keys: Iterable[bytes], holder: Holder) -> None:
-        self.unpinned.append((holder, list(keys)))
+    def leave(self, keys: Iterable[bytes], holder: str, *, keep_ready: bool = False) -> None:
+        if not keep_ready:
+            self.unpinned.append((holder, list(keys)))
 
 
 class Scheduler:
@@ -64,8 +80,11 @@ class Scheduler:
         self.waits.end_step()
         return waiting
 
-    def look_up(self, req_id: str, chunks: Sequence[bytes], computed_tokens: int = 0) -> bool:
-        if self.waits.must_wait(req_id, computed_tokens, COMPUTE_S):
+    def must_wait(self, req_id: str, computed_tokens: int = 0) -> bool:
+        return self.waits.must_wait(req_id, computed_tokens, COMPUTE_S, CHUNK_S)
+
+    def look_up(self, req_id: str, chunks: Sequence[bytes]) -> bool:
+        if self.must_wait(req_id):
             return True
         wants = [
             self.waits.want(req_id, chunk, "disk", position)
@@ -91,11 +110,10 @@ def test_a_request_is_promoted_once_and_not_looked_up_until_it_has_come(
     assert scheduler.step(a=chunks) == {"a": True}
     assert scheduler.engine.promoted == [("a", chunks)]
     for _ in range(3):
-        assert scheduler.waits.must_wait("a", 0, COMPUTE_S)
+        assert scheduler.must_wait("a")
         scheduler.waits.end_step()
-    assert scheduler.engine.looked_up == []
     scheduler.come()
-    assert not scheduler.waits.must_wait("a", 0, COMPUTE_S)
+    assert not scheduler.must_wait("a")
     assert scheduler.waits.tier_of("a", chunks[1]) == "disk"
     # What came and did not stay is not waited for again.
     assert scheduler.step(a=chunks) == {"a": False}
@@ -103,63 +121,53 @@ def test_a_request_is_promoted_once_and_not_looked_up_until_it_has_come(
 
 def test_what_the_gpu_computed_meanwhile_is_seen(scheduler: Scheduler) -> None:
     scheduler.step(a=keys(1, 2))
-    assert scheduler.waits.must_wait("a", 0, COMPUTE_S)
-    assert not scheduler.waits.must_wait("a", 256, COMPUTE_S)
+    assert scheduler.must_wait("a")
+    assert not scheduler.must_wait("a", 256)
 
 
-def test_a_chunk_on_its_way_for_another_is_the_only_one_looked_up(scheduler: Scheduler) -> None:
+def test_a_chunk_on_its_way_for_another_is_waited_for_too(scheduler: Scheduler) -> None:
     first, last = keys(1, 2)
-    scheduler.engine.where = {first: Presence.PENDING, last: Presence.PENDING}
-    assert scheduler.waits.wait_for("a", first)
-    assert scheduler.waits.wait_for("a", last)
-    assert scheduler.waits.must_wait("a", 0, COMPUTE_S)
-    assert scheduler.engine.looked_up == [last]
-    scheduler.engine.where[last] = Presence.CPU
-    assert not scheduler.waits.must_wait("a", 0, COMPUTE_S)
+    assert scheduler.waits.want("a", first, None, 0)
+    assert scheduler.waits.want("a", last, None, 1)
+    scheduler.waits.end_step()
+    assert scheduler.engine.promoted == [("a", [first, last])], "pinned when it comes"
+    assert scheduler.must_wait("a")
+    scheduler.come()
+    assert not scheduler.must_wait("a")
+    assert scheduler.waits.tier_of("a", last) is None
 
 
-def test_a_tier_that_stands_still_is_waited_for_no_longer_than_computing_takes(
-    scheduler: Scheduler,
-) -> None:
+def test_a_tier_is_waited_for_no_longer_than_computing_takes(scheduler: Scheduler) -> None:
     chunks = keys(1, 2)
     scheduler.step(a=chunks)
-    assert scheduler.waits.must_wait("a", 0, COMPUTE_S)
-    scheduler.clock.advance(COMPUTE_S - 0.1)
-    assert scheduler.waits.must_wait("a", 0, COMPUTE_S)
-    scheduler.clock.advance(0.2)
-    assert not scheduler.waits.must_wait("a", 0, COMPUTE_S)
+    scheduler.clock.advance(COMPUTE_S + 0.2)
+    assert scheduler.must_wait("a")
+    scheduler.clock.advance(0.1)
+    assert not scheduler.must_wait("a")
     assert scheduler.step(a=chunks) == {"a": False}, "it computes"
-    assert not scheduler.waits.wait_for("a", chunks[0])
+    assert not scheduler.waits.want("a", chunks[0], None, 0)
 
 
-def test_a_tier_that_reads_on_is_waited_for(scheduler: Scheduler) -> None:
+def test_a_tier_that_falls_behind_is_left(scheduler: Scheduler) -> None:
     chunks = keys(1, 2)
     scheduler.step(a=chunks)
-    for _ in range(10):
-        scheduler.clock.advance(COMPUTE_S - 0.1)
-        scheduler.engine.ended["disk"] += 1
-        assert scheduler.waits.must_wait("a", 0, COMPUTE_S)
-    # Another tier's reads say nothing of this one's.
-    scheduler.clock.advance(COMPUTE_S - 0.1)
-    scheduler.engine.ended["remote"] += 1
-    assert scheduler.waits.must_wait("a", 0, COMPUTE_S)
-    scheduler.clock.advance(COMPUTE_S - 0.1)
-    scheduler.engine.ended["remote"] += 1
-    assert not scheduler.waits.must_wait("a", 0, COMPUTE_S)
+    assert scheduler.must_wait("a")
+    scheduler.engine.is_late = True
+    assert not scheduler.must_wait("a")
 
 
-@pytest.mark.parametrize(("compute_s", "quiet_s"), [(0.001, 0.25), (3.0, 3.0), (100.0, 5.0)])
-def test_quiet_is_borne_within_bounds(compute_s: float, quiet_s: float) -> None:
-    patience = Patience(began_s=0.0, reads_ended=0, moved_s=0.0)
-    assert not patience.is_over(quiet_s - 0.01, reads_ended=0, compute_s=compute_s)
-    assert patience.is_over(quiet_s, reads_ended=0, compute_s=compute_s)
-
-
-def test_no_wait_is_longer_than_a_minute() -> None:
-    patience = Patience(began_s=0.0, reads_ended=0, moved_s=0.0)
-    for second in range(60):
-        assert not patience.is_over(float(second), reads_ended=second, compute_s=2.0)
-    assert patience.is_over(60.0, reads_ended=60, compute_s=2.0)
+def test_no_wait_is_longer_than_a_minute(scheduler: Scheduler) -> None:
+    """While too few steps were seen, the time to compute is not known."""
+    scheduler.step(a=keys(1))
+    scheduler.waits = PromotionWaits(scheduler.engine, scheduler.clock)
+    unknown = float("inf")
+    assert not scheduler.waits.must_wait("a", 0, unknown, unknown)
+    assert scheduler.waits.want("a", keys(1)[0], "disk", 0)
+    scheduler.waits.end_step()
+    scheduler.clock.advance(59.9)
+    assert scheduler.waits.must_wait("a", 0, unknown, unknown)
+    scheduler.clock.advance(0.2)
+    assert not scheduler.waits.must_wait("a", 0, unknown, unknown)
 
 
 def test_a_refused_promotion_is_asked_for_again_when_there_is_room(scheduler: Scheduler) -> None:
@@ -175,7 +183,7 @@ def test_a_refused_promotion_is_asked_for_again_when_there_is_room(scheduler: Sc
     assert scheduler.step(a=chunks) == {"a": True}
     assert scheduler.engine.promoted[1:] == [("a", chunks)], "all of it: pins are renewed"
     scheduler.come()
-    assert not scheduler.waits.must_wait("a", 0, COMPUTE_S)
+    assert not scheduler.must_wait("a")
 
 
 def test_a_promotion_that_was_refused_at_once_wakes_nobody() -> None:
@@ -185,23 +193,14 @@ def test_a_promotion_that_was_refused_at_once_wakes_nobody() -> None:
     engine.room = 0
     waits.want("a", keys(1)[0], "disk", 0)
     waits.end_step()
-    assert not waits.must_wait("b", 0, COMPUTE_S) and waits.must_wait("a", 0, COMPUTE_S)
+    assert not waits.must_wait("b", 0, COMPUTE_S, CHUNK_S) and waits.must_wait(
+        "a", 0, COMPUTE_S, CHUNK_S
+    )
     assert len(engine.promoted) == 1 and not woken
     engine.room = 1
     waits.end_step()
     engine.promotions[-1].settle(PromotionOutcome.PROMOTED)
     assert len(woken) == 1
-
-
-def test_room_is_waited_for_however_quiet_the_tiers_are(scheduler: Scheduler) -> None:
-    chunks = keys(1, 2)
-    scheduler.engine.room = 0
-    scheduler.engine.has_room = False
-    for _ in range(6):
-        assert scheduler.step(a=chunks) == {"a": True}
-        scheduler.clock.advance(9.9)
-    scheduler.clock.advance(1.0)
-    assert scheduler.step(a=chunks) == {"a": False}
 
 
 def test_one_at_a_time_asks_again_in_the_order_of_the_line(scheduler: Scheduler) -> None:
@@ -265,15 +264,16 @@ def test_a_wait_after_a_preemption_is_another(scheduler: Scheduler) -> None:
     scheduler.come()
     assert scheduler.step(a=chunks) == {"a": False}
     scheduler.clock.advance(100.0)
-    assert not scheduler.waits.must_wait("a", 0, COMPUTE_S)
-    scheduler.engine.where[chunks[0]] = Presence.PENDING
-    assert scheduler.waits.wait_for("a", chunks[0])
-    assert scheduler.waits.must_wait("a", 0, COMPUTE_S)
+    assert not scheduler.must_wait("a")
+    assert scheduler.waits.want("a", keys(3)[0], None, 2)
+    scheduler.waits.end_step()
+    assert scheduler.must_wait("a")
 
 
 def test_what_is_in_the_pool_is_pinned_with_what_comes(scheduler: Scheduler) -> None:
     """Else what is promoted for others would push the prompt's beginning out meanwhile."""
     first, second, last = keys(1, 2, 3)
+    scheduler.engine.ready = {first, last}
     scheduler.waits.found("a", first)
     scheduler.waits.want("a", second, "disk", 512)
     scheduler.waits.found("a", last)

@@ -85,24 +85,71 @@ def test_what_is_being_read_is_not_forgotten() -> None:
     index.check()
 
 
-def test_a_tier_that_does_not_answer_is_left_alone_for_a_second_each_time() -> None:
-    """Its store decides for how long the server is: two rests that grow would hide its return."""
+def test_a_tier_that_does_not_answer_is_left_alone_until_a_ping_is_answered() -> None:
+    """Questions and reads of requests would wait to find out."""
     index = _index(9)
-    now_s = NOW_S
-    for rest_s in (1.0, 1.0, 1.0):
-        assert index.ask(key(1), now_s)
-        assert index.answered(index.take_questions(1), None, now_s) == []
-        assert not index.ask(key(2), now_s + rest_s - 0.1)
-        assert not index.can_read(key(9), now_s + rest_s - 0.1)
+    assert index.ask(key(1), NOW_S) and not index.wants_ping(NOW_S)
+    assert index.answered(index.take_questions(1), None, NOW_S) == []
+    for second in range(1, 4):
+        now_s = NOW_S + second
+        assert not index.wants_ping(now_s - 0.1)
+        assert index.wants_ping(now_s) and index.take_ping() and not index.take_ping()
+        index.pinged(is_answered=False)
+        assert not index.ask(key(2), now_s) and not index.can_read(key(9), now_s)
         assert key(9) in index  # known all the same
-        now_s += rest_s
-        assert index.can_read(key(9), now_s)
-    index.ask(key(1), now_s)
-    index.answered(index.take_questions(1), [False], now_s)
-    index.ask(key(2), now_s)
-    index.answered(index.take_questions(1), None, now_s)
-    assert not index.ask(key(3), now_s + 0.9)
-    assert index.ask(key(3), now_s + 1.0)
+    assert index.wants_ping(NOW_S + 4) and index.take_ping()
+    index.pinged(is_answered=True)
+    assert index.ask(key(2), NOW_S + 4) and index.can_read(key(9), NOW_S + 4)
+    assert not index.wants_ping(NOW_S + 9)
+
+
+def _renew(index: SharedIndex, now_s: float, *, found: bool | None = True) -> list[bytes]:
+    """Use chunk 1 elsewhere; return what is asked for, and answer it."""
+    index.renew(key(1), now_s)
+    asked = index.take_questions(100)
+    index.answered(asked, None if found is None else [found] * len(asked), now_s)
+    return asked
+
+
+def test_a_used_chunk_is_asked_for_again_every_ten_minutes() -> None:
+    index = _index(1)
+    assert _renew(index, NOW_S + 599) == []
+    assert _renew(index, NOW_S + 600) == keys(1)
+    assert _renew(index, NOW_S + 1199) == []
+    assert _renew(index, NOW_S + 1200, found=False) == keys(1)
+    assert index.take_lost() == keys(1)
+    index.check()
+
+
+def test_after_an_outage_a_used_chunk_is_asked_for_again() -> None:
+    """A server that was restarted may be empty."""
+    index = _index(1)
+    assert _renew(index, NOW_S + 600, found=None) == keys(1)
+    assert _renew(index, NOW_S + 601) == []
+    index.pinged(is_answered=True)
+    assert _renew(index, NOW_S + 602) == keys(1)
+    assert _renew(index, NOW_S + 603) == []
+    index.check()
+
+
+def test_a_read_that_is_given_up_says_nothing_about_the_chunk() -> None:
+    index = _index(1)
+    index.begin_read(key(1))
+    index.end_read(key(1), GetOutcome.OK, NOW_S + 599)
+    assert _renew(index, NOW_S + 600) == keys(1)
+
+
+def test_what_is_known_of_chunks_that_are_never_used_is_bounded() -> None:
+    index = _index(max_held=4, max_absent=4)
+    for number in range(20):
+        index.reserve(key(number))
+        index.publish(key(number))
+        index.ask(key(100 + number), NOW_S)
+        index.answered(index.take_questions(1), [True], NOW_S)
+        index.begin_read(key(number))
+        index.end_read(key(number), GetOutcome.OK, NOW_S)
+    index.take_forgotten()
+    index.check()
 
 
 def test_a_read_that_fails_begins_a_rest_and_one_that_misses_an_absence() -> None:
@@ -110,7 +157,9 @@ def test_a_read_that_fails_begins_a_rest_and_one_that_misses_an_absence() -> Non
     index.begin_read(key(1))
     assert not index.end_read(key(1), GetOutcome.FAILED, NOW_S)
     assert key(1) in index
-    assert not index.can_read(key(2), NOW_S + 0.9)
+    assert not index.can_read(key(2), NOW_S + 5)
+    index.pinged(is_answered=True)
+    assert index.can_read(key(2), NOW_S + 5)
     index.begin_read(key(2))
     assert not index.end_read(key(2), GetOutcome.MISSING, NOW_S + 5)
     assert key(2) not in index

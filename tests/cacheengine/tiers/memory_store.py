@@ -48,5 +48,12 @@ class MemoryStore(BlobStore):
         for name in names:
             self.blobs.pop(name, None)
 
+    def remove_all(self, prefix: str) -> int:
+        self._begin()
+        names = [name for name in self.blobs if name.startswith(prefix)]
+        for name in names:
+            del self.blobs[name]
+        return len(names)
+
     def close(self) -> None:
         self.is_closed = True

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,10 +52,10 @@ def _files(root: Path) -> list[Path]:
     return list(root.rglob("*.kv"))
 
 
-def _fail_under(root: Path, number: int, real: Callable[..., int]) -> Callable[..., int]:
-    """Return ``os.open`` as it is when a path's disk has gone bad."""
+def _fail_under(root: Path, number: int, real: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of `os` as it is when a path's disk has gone bad."""
 
-    def fail(path: "os.PathLike[str] | str", *args: object, **options: object) -> int:
+    def fail(path: "os.PathLike[str] | str", *args: object, **options: object) -> Any:
         if Path(path).is_relative_to(root):
             raise OSError(number, os.strerror(number), os.fspath(path))
         return real(path, *args, **options)
@@ -120,6 +121,50 @@ def test_every_path_is_locked_and_freed_when_one_is_taken(
     with pytest.raises(DirectoryInUseError):
         open_disk(other, roots[1])
     open_disk(other).close()
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EIO])
+@pytest.mark.parametrize("call", ["mkdir", "open"])
+def test_a_path_that_cannot_be_used_at_start_is_left_out(
+    roots: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    call: str,
+    number: int,
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, _fail_under(roots[0], number, getattr(os, call)))
+        tier = open_disk(*roots)
+        assert tier.scan() == []
+        assert _put_all(tier, MANY) == {PutOutcome.STORED}
+        assert _get_all(tier, MANY) == [GetOutcome.OK] * len(MANY)
+        tier.close()
+        (warning,) = caplog.messages
+        assert str(roots[0]) in warning
+        assert os.strerror(number) in warning
+        with pytest.raises(OSError, match=os.strerror(number)):
+            open_disk(roots[0])
+    again = open_disk(*roots)
+    assert {*again.scan()} == {*MANY}
+    again.close()
+
+
+def test_a_subdirectory_that_cannot_be_listed_costs_its_own_chunks(
+    tier: DiskTier,
+    roots: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _put_all(tier, MANY)
+    tier.close()
+    broken = [tier.path(chunk).parent for chunk in MANY[:2]]
+    for directory in broken:
+        monkeypatch.setattr(os, "scandir", _fail_under(directory, errno.EIO, os.scandir))
+    again = open_disk(*roots)
+    assert {*again.scan()} == {chunk for chunk in MANY if tier.path(chunk).parent not in broken}
+    again.close()
+    assert len(caplog.messages) <= len(roots)
+    assert os.strerror(errno.EIO) in caplog.text
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EIO])

@@ -97,9 +97,20 @@ def test_calls_that_hang_take_no_more_than_all_lanes(open_store: Open) -> None:
     store = connected(open_store(timeout_s=0.1))
     for _ in range(4):
         with pytest.raises(StoreError, match="no answer"):
-            store.exists(["hang"])
+            _get(store, "hang")
     with pytest.raises(StoreError, match="other calls were running until the deadline"):
-        store.exists(["a"])
+        _get(store, "a")
+
+
+def test_a_question_does_not_queue_behind_transfers(open_store: Open) -> None:
+    """Prompts wait for it. It took one of the lanes, and one of the process's threads."""
+    store = connected(open_store(timeout_s=0.2))
+    for _ in range(4):
+        with pytest.raises(StoreError, match="no answer"):
+            _get(store, "hang")
+    assert not store._free_lanes
+    assert store.exists(["a"] * 1000) == [False] * 1000
+    assert not store._free_lanes, "all of them still run"
 
 
 def test_a_process_that_is_stuck_is_killed_and_the_next_one_serves(open_store: Open) -> None:
@@ -141,7 +152,7 @@ def test_the_death_of_a_process_fails_all_calls_under_way(open_store: Open) -> N
 
     def hang() -> None:
         with pytest.raises(StoreError) as caught:
-            store.exists(["hang"])
+            _get(store, "hang")
         failed.append(str(caught.value))
 
     threads = [threading.Thread(target=hang) for _ in range(3)]

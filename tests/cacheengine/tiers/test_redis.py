@@ -114,6 +114,31 @@ def test_a_blob_larger_than_its_target_tells_its_size_and_harms_no_other(
     assert _get(store, "small", 1000) == (1000, small)
 
 
+def test_all_with_a_prefix_are_removed(server: RedisProcess, open_store: OpenStore) -> None:
+    """More than one portion, and names that others chose."""
+    store = open_store(server.url)
+    others = ["two:1", "one", "two:one:1"]
+    for start in range(0, 5000, 500):
+        names = [f"one:{number}" for number in range(start, start + 500)]
+        assert all(store.put_many([Blob(name, [b"1"]) for name in names]))
+    for name in others:
+        store.put_many([Blob(name, [b"1"])])
+    assert store.remove_all("one:") == 5000
+    assert store.exists([*others, "one:7"]) == [True, True, True, False]
+    assert store.remove_all("one:") == 0
+
+
+def test_a_question_is_a_use(program: Program, tmp_path: Path, open_store: OpenStore) -> None:
+    """The server, which evicts what is used least, counts it."""
+    policy = "--maxmemory-policy", "allkeys-lfu", "--lfu-log-factor", "0"
+    with running(program, tmp_path / "lfu", *policy) as server:
+        store = open_store(server.url)
+        store.put_many([Blob("name", [b"1"])])
+        before = server.do("OBJECT", "FREQ", "name")
+        assert store.exists(["name", "other"]) == [True, False]
+        assert server.do("OBJECT", "FREQ", "name") > before
+
+
 def test_find_and_remove_take_any_number_of_names(
     server: RedisProcess, open_store: OpenStore
 ) -> None:
@@ -213,7 +238,7 @@ class TestPassword:
 
     @pytest.fixture
     def guarded(self, program: Program, tmp_path: Path) -> Iterator[RedisProcess]:
-        users = ("--user", "reader", "on", ">hunter2", "~warmroute:*", "+ping", "+get", "+exists")
+        users = ("--user", "reader", "on", ">hunter2", "~warmroute:*", "+ping", "+get", "+touch")
         with running(program, tmp_path / "s", "--requirepass", "s3cret/:@", *users) as process:
             yield process
 

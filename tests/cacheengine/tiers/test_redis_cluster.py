@@ -87,6 +87,16 @@ def _get(store: RedisClusterStore) -> list[bool]:
     return [size is not None for size in sizes]
 
 
+def test_all_with_a_prefix_are_removed_from_all_nodes(
+    nodes: list[RedisProcess], open_store: Open
+) -> None:
+    store = open_store(nodes[0].port)
+    assert all(_put(store))
+    assert store.remove_all("warmroute:other:") == 0
+    assert store.remove_all("warmroute:f:") == len(NAMES)
+    assert not any(store.exists(NAMES))
+
+
 def test_all_nodes_share_the_blobs(nodes: list[RedisProcess], open_store: Open) -> None:
     for node in nodes:
         node.do("FLUSHALL")

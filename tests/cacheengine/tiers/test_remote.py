@@ -7,15 +7,17 @@ from collections.abc import Sequence
 import pytest
 
 from cacheengine.identity.chunk_layout import ChunkLayout
-from cacheengine.tiers.remote import HEADER_BYTES, RemoteTier
+from cacheengine.tiers.remote import HEADER_BYTES, Envelope, RemoteTier
 from cacheengine.tiers.serde import NaiveSerde, Part, Serde, SerdeError
 from cacheengine.tiers.store import Blob, StoreError, StoreFullError, StorePausedError
 from cacheengine.tiers.tier import GetOutcome, PutOutcome
 from tests.cacheengine.helpers import key, keys, layout, payload
 from tests.cacheengine.tiers.memory_store import MemoryStore
+from warmroute_common.fleet_secret import FleetSecret
 
 CHUNK_BYTES = 600 * 1024  # more than one piece of the checksum
 FINGERPRINT = layout(CHUNK_BYTES).fingerprint()
+SECRET = FleetSecret("known-to-the-fleet-alone")
 
 
 class RunLength(Serde):
@@ -56,8 +58,10 @@ def _tier(
     *,
     fingerprint: str = FINGERPRINT,
     readers: Sequence[Serde] = (),
+    secret: FleetSecret | None = None,
 ) -> RemoteTier:
-    return RemoteTier(store, fingerprint, CHUNK_BYTES, serde or NaiveSerde(), readers=readers)
+    serde = serde or NaiveSerde()
+    return RemoteTier(store, fingerprint, CHUNK_BYTES, serde, readers=readers, secret=secret)
 
 
 def _payload(chunk: bytes) -> memoryview:
@@ -98,6 +102,30 @@ def test_a_naive_blob_is_sent_from_and_read_into_the_slot_itself(store: MemorySt
 
     _tier(Watching()).put(key(1), memoryview(slot))
     assert [each is slot for each in seen] == [True]
+
+
+def test_a_blob_made_without_the_fleet_secret_is_damage(store: MemoryStore) -> None:
+    """Whoever can write to the store knows names, and can compute all that is not keyed."""
+    fleet = _tier(store, secret=SECRET)
+    evil = bytes(CHUNK_BYTES)
+    for secret in (None, FleetSecret("known-to-somebody-else")):
+        assert _put(fleet, key(1)) is PutOutcome.STORED
+        (name,) = store.blobs
+        stranger = Envelope(FINGERPRINT, CHUNK_BYTES, secret=secret)
+        stranger.prefix = name.removesuffix(key(1).hex())
+        assert _get(fleet, key(1)) is GetOutcome.OK
+        store.blobs[name] = stranger.header(key(1), NaiveSerde.code, [evil]) + evil
+        assert _get(fleet, key(1), evil) is GetOutcome.DAMAGED
+
+
+def test_fleets_with_other_secrets_leave_each_other_s_blobs_alone(store: MemoryStore) -> None:
+    fleets = [
+        _tier(store, secret=secret) for secret in (None, SECRET, FleetSecret("of-another-fleet"))
+    ]
+    for fleet in fleets:
+        assert _get(fleet, key(1)) is GetOutcome.MISSING
+        assert _put(fleet, key(1)) is PutOutcome.STORED
+    assert [_get(fleet, key(1)) for fleet in fleets] == [GetOutcome.OK] * 3
 
 
 @pytest.mark.parametrize("position", [*range(HEADER_BYTES), HEADER_BYTES, 333_333, -1])

@@ -4,6 +4,7 @@ import re
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -12,7 +13,9 @@ from cacheengine.record import TransferMeter
 from cacheengine.transfer import protocol
 from cacheengine.transfer.fetch import Fetch
 from cacheengine.transfer.protocol import Channel, Checksums, ChunkDigests
+from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.helpers import CHUNK_BYTES, Bench, keys, layout, payload, wait_until
+from tests.cacheengine.scripted_tier import ScriptedTier
 from tests.cacheengine.transfer.conftest import (
     LAYOUT,
     PREFIX,
@@ -283,6 +286,24 @@ def test_a_destination_that_reads_nothing_times_out(source: Bench, serve: Serve)
     channel.close()
 
 
+def test_what_a_connection_leaves_unsent_is_not_read(make_bench: MakeBench, serve: Serve) -> None:
+    """It ends at a chunk that is missing; of the others only what had begun is read."""
+    tier = ScriptedTier(held=PREFIX)
+    bench = make_bench(64, tier=tier)
+    tier.gets.clear()
+    peer = serve(bench, timeout_s=0.5)
+    channel = ask(peer.address)
+    wait_until(lambda: tier.get_count > 0)
+    bench.engine.clear(keys=PREFIX[:1])
+    wait_until(lambda: peer.server.num_connections == 0)
+    began = tier.get_count
+    assert bench.engine.stats().cpu_used_bytes < 20 * CHUNK_BYTES
+    tier.gets.set()
+    wait_until(lambda: bench.engine.stats().disk.get_misses == began)
+    assert tier.get_count == began < 20
+    channel.close()
+
+
 def test_a_destination_that_never_asks_times_out(source: Bench, serve: Serve) -> None:
     peer = serve(source, timeout_s=0.2)
     channel = connect(peer.address)
@@ -387,3 +408,26 @@ def test_a_connection_that_cannot_be_served_keeps_no_other_out(
     fetched, _ = fetch(other, PREFIX, peer.address, connections=1)
     assert fetched.held_chunks == len(PREFIX)
     wait_until(lambda: peer.server.num_connections == 0)
+
+
+def test_stop_waits_for_all_connections_together(
+    serve: Serve, source: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for one after the other: vLLM kills the replica after five seconds."""
+    peer = serve(source)
+    channels = [Channel.connect(peer.address, timeout_s=20, connect_s=20) for _ in range(4)]
+    wait_until(lambda: peer.server.num_connections == 4)
+    now_s, waits_s = [1000.0], list[float]()
+
+    def hang(thread: threading.Thread, timeout: float) -> None:
+        waits_s.append(timeout)
+        now_s[0] += timeout
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "join", hang)
+        patch.setattr(time, "monotonic", lambda: now_s[0])
+        peer.server.stop(2.0)
+    assert len(waits_s) >= 4
+    assert sum(waits_s) == 2.0
+    for channel in channels:
+        channel.close()
