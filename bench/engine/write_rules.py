@@ -170,9 +170,9 @@ class TieredReplay:
             self._used[key] = is_again
             if len(self._used) > self._most_used:
                 self._used.popitem(last=False)
-            entry = self._pool.ready(key)
-            if is_again and entry is not None:
-                self._cascade.queue(entry, 0.0)
+            ready = self._pool.ready(key)
+            if is_again and ready is not None:
+                self._cascade.queue(ready, 0.0)
 
     def _write_ahead(self) -> None:
         """Write the next chunks to leave, as far as the device has time."""
@@ -205,7 +205,7 @@ class TieredReplay:
 
 
 class _SparingPool(PoolIndex):
-    """Of the first candidates, those that the disk has leave before those that would be lost."""
+    """Evicts a chunk that the disk has before the 32 chunks that come before it and would be lost."""
 
     def __init__(self, num_slots: int, policy: str, disk: LocalIndex) -> None:
         super().__init__(num_slots, policy)
@@ -246,7 +246,7 @@ def _hits(requests: Iterable[Request], held: Container[bytes]) -> int:
 def agents_requests(sessions: Sequence[Session], seed: int) -> list[Request]:
     """Return the requests of sessions that begin at random, one in two seconds, in their order."""
     answers = itertools.count(1 + max(span.number for each in sessions for span in _spans(each)))
-    timed = []
+    timed: list[tuple[float, int, Request]] = []
     for session in poisson(sessions, random.Random(seed)):
         said, now_s = Conversation(BLOCK_TOKENS), session.start_s * _SESSION_GAP_S
         for turn in session.turns:
