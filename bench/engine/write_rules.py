@@ -205,7 +205,7 @@ class TieredReplay:
 
 
 class _SparingPool(PoolIndex):
-    """Evicts a chunk that the disk has before the 32 chunks that come before it and would be lost."""
+    """Evicts a chunk that the disk has before up to 32 chunks that would be lost."""
 
     def __init__(self, num_slots: int, policy: str, disk: LocalIndex) -> None:
         super().__init__(num_slots, policy)
