@@ -1,4 +1,4 @@
-"""Which eviction policy keeps what is asked for again, and what it costs to keep the order.
+"""Which eviction policy keeps what is asked for again, and which chunks are to be written to disk.
 
 Replays chunk accesses against the engine's own index of the CPU pool, with
 every policy and several pool sizes. A request asks for its chunks in order:
@@ -9,6 +9,10 @@ Two workloads: a trace in the form of the Mooncake release, where one line of
 JSON is one request and every number of its ``hash_ids`` is a chunk; and a
 generated one in which documents that are read once pass through while
 conversations, a few of them much more often than the rest, come back.
+
+Then the beginning of each workload is replayed against CPU RAM and a disk tier, with other rules of
+what is written to the disk, and disks that are too slow to write everything
+(`bench.engine.write_rules`). ``--agents`` adds a workload for that, in AIPerf's session form.
 
     python -m bench.engine.eviction --trace conversation_trace.jsonl --json eviction.json
 """
@@ -25,13 +29,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from bench.command import positive, write_report
+from bench.command import positive, shown_command, write_report
+from bench.engine.write_rules import (
+    Request,
+    TieredCase,
+    TieredResult,
+    WriteRule,
+    agents_requests,
+    measure_tiers,
+)
 from bench.ttft import BenchError, machine
-from cacheengine.residency.eviction_policies import POLICY_NAMES
+from bench.workloads.trace import read_agents
+from cacheengine.residency.eviction_policies import DEFAULT_POLICY, POLICY_NAMES
 from cacheengine.residency.pool_index import EntryState, PoolIndex
-
-Request = Sequence[bytes]
-"""The keys of a prompt's chunks, in order."""
 
 _CONVERSATIONS: Final = 400
 _CONVERSATION_CHUNKS: Final = 12
@@ -39,6 +49,12 @@ _SCAN_CHUNKS: Final = 40
 _SCAN_SHARE: Final = 0.4
 _SKEW: Final = 0.8
 """Exponent of the popularity (Zipf) of the conversations."""
+
+_TIERS: Final = ((1000, 10_000), (3000, 30_000))
+"""Chunks in CPU RAM and on disk."""
+_SMALL_DISK: Final = (1000, 3000)
+_WRITABLE: Final = (None, 1 / 2, 1 / 4)
+"""Which part of a workload's different chunks the disk can write in its time; None: all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,25 +200,73 @@ def table(results: Sequence[Result], limits: dict[str, float]) -> str:
     return "\n".join(lines)
 
 
+def tiered_cases(requests: Sequence[Request]) -> list[TieredCase]:
+    """Return all rules on disks of all speeds, and all policies on fast disks."""
+    accesses = sum(map(len, requests))
+    distinct = len({key for request in requests for key in request})
+    rules = [
+        TieredCase(
+            slots=slots,
+            disk_chunks=disk_chunks,
+            rule=rule,
+            writes_per_access=None if share is None else share * distinct / accesses,
+        )
+        for slots, disk_chunks in (_SMALL_DISK, *_TIERS)
+        for share in (_WRITABLE if (slots, disk_chunks) in _TIERS else (None,))
+        for rule in WriteRule
+    ]
+    policies = [
+        TieredCase(slots=slots, disk_chunks=disk_chunks, policy=policy, disk_policy=disk_policy)
+        for slots, disk_chunks in (_SMALL_DISK, *_TIERS)
+        for policy, disk_policy in itertools.product(POLICY_NAMES, repeat=2)
+        if (policy, disk_policy) != (DEFAULT_POLICY, DEFAULT_POLICY)
+    ]
+    return rules + policies
+
+
+Tiered = tuple[str, TieredCase, TieredResult]
+"""A workload's name, a replica, and what was measured."""
+
+
+def tiers_table(results: Sequence[Tiered]) -> str:
+    """Return a line for each result."""
+    lines = [
+        "",
+        f"{'RAM/disk':<13}{'policies':<10}{'disk writes':<12}"
+        f"{'hits':>7}{'written':>9}{'after restart':>15}  rule",
+    ]
+    last = ""
+    for workload, case, result in results:
+        lines += [workload] if workload != last else []
+        last = workload
+        rate = case.writes_per_access
+        lines.append(
+            f"{case.slots:>6}/{case.disk_chunks:<6}{case.policy}/{case.disk_policy:<6}"
+            f"{'all' if rate is None else f'{rate:.1%}':<12}{result.hits:>7.2%}"
+            f"{result.writes:>9.2%}{result.kept_by_restart:>15.1%}  {case.rule}"
+        )
+    return "\n".join(lines)
+
+
 def report(
-    arguments: argparse.Namespace, results: Sequence[Result], limits: dict[str, float]
+    command: str, results: Sequence[Result], limits: dict[str, float], tiers: Sequence[Tiered]
 ) -> dict[str, object]:
     """Return every figure with the command and the machine, ready for JSON."""
-    command = ["python -m bench.engine.eviction"]
-    if arguments.trace is not None:
-        command.append(f"--trace {arguments.trace.name}")
-    command.append("--slots " + " ".join(str(each) for each in arguments.slots))
-    command += [f"--{name} {getattr(arguments, name)}" for name in ("requests", "rounds", "seed")]
     return {
-        "what": "hit rate of the eviction policies in the engine's index of the CPU pool",
-        "command": " ".join(command),
+        "what": "hit rate of the eviction policies, and of rules of what is written to disk",
+        "command": command,
         "machine": machine(),
         "most_hits": limits,
         "results": [asdict(each) for each in results],
+        "tiers": [
+            {"workload": name, **asdict(case), **asdict(result)} for name, case, result in tiers
+        ],
     }
 
 
-def run(arguments: argparse.Namespace) -> tuple[list[Result], dict[str, float]]:
+def run(
+    arguments: argparse.Namespace,
+) -> tuple[list[Result], dict[str, float], list[Tiered]]:
     """Measure all that was asked for; return it, and the hit rates that nothing can exceed."""
     workloads: dict[str, Sequence[Request]] = {}
     if arguments.trace is not None:
@@ -215,14 +279,23 @@ def run(arguments: argparse.Namespace) -> tuple[list[Result], dict[str, float]]:
         for slots in arguments.slots
         for policy in POLICY_NAMES
     ]
-    return results, limits
+    if arguments.agents is not None:
+        sessions = read_agents(arguments.agents)
+        workloads[f"agents {arguments.agents.name}"] = agents_requests(sessions, arguments.seed)
+    tiers = []
+    for name, requests in workloads.items():
+        first = requests[: arguments.tier_requests]
+        tiers += [(name, case, measure_tiers(first, case)) for case in tiered_cases(first)]
+    return results, limits, tiers
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="bench.engine.eviction", description="Compare the eviction policies of the CPU pool."
+        prog="bench.engine.eviction",
+        description="Compare eviction policies, and what to write to disk.",
     )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="requests with hash_ids")
+    parser.add_argument("--agents", type=Path, metavar="FILE", help="sessions of coding agents")
     parser.add_argument(
         "--slots",
         type=positive,
@@ -232,6 +305,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="pool sizes in chunks (default: %(default)s)",
     )
     parser.add_argument("--requests", type=positive, default=10000, help="to generate")
+    parser.add_argument(
+        "--tier-requests",
+        type=positive,
+        default=4000,
+        help="the first of each workload, to replay with a disk tier (default: %(default)s)",
+    )
     parser.add_argument("--rounds", type=positive, default=3, help="repetitions, for the times")
     parser.add_argument("--seed", type=int, default=1, help="of the generated workload")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every figure there")
@@ -242,13 +321,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the table, write the JSON; return the exit code."""
     arguments = _arguments(argv)
     try:
-        results, limits = run(arguments)
+        results, limits, tiers = run(arguments)
     except BenchError as error:
         print(f"bench.engine.eviction: {error}", file=sys.stderr)
         return 1
     print(table(results, limits))
+    print(tiers_table(tiers))
     if arguments.json:
-        write_report(arguments.json, report(arguments, results, limits))
+        command = shown_command("bench.engine.eviction", sys.argv[1:] if argv is None else argv)
+        write_report(arguments.json, report(command, results, limits, tiers))
     return 0
 
 

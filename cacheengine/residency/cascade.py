@@ -3,6 +3,7 @@
 from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Final
 
 from cacheengine.residency.decisions import PORTION
@@ -18,6 +19,10 @@ _STUCK_S: Final = 10.0
 """A tier that ends no write for longer hangs; a large chunk gets more."""
 _MOST_DROPPED: Final = 16_384
 """Chunks remembered whose put was dropped; beyond that the oldest are given up."""
+_MOST_LOST: Final = 65_536
+"""Chunks remembered that left the pool unwritten; beyond that the oldest are forgotten."""
+_FIRST_USE_SHARE: Final = 0.75
+"""The part of the queue that chunks stored for the first time get."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,13 +41,24 @@ class Cascade:
     use its whole capacity again. A put that is dropped is tried again while its chunk is in the
     pool (`retry`); a put that fails is tried three times in all. While the tier hangs, puts that
     have not begun are dropped. One that has begun reads its entry's slot, which it keeps.
+
+    A tier that is too slow for all puts gets the chunks that are used again: the last quarter of
+    the queue is for chunks that come back after their put was dropped.
     """
 
-    def __init__(self, state: CacheState, index: LowerIndex, max_queued: int) -> None:
+    def __init__(
+        self,
+        state: CacheState,
+        index: LowerIndex,
+        max_queued: int,
+        *,
+        first_use_share: float = _FIRST_USE_SHARE,
+    ) -> None:
         self._state = state
         self._index = index
         self._stats = state.stats.below(index.name)
         self._max_queued = max_queued
+        self._max_first_uses = ceil(first_use_share * max_queued)
         self._backoff = tier_backoff()
         self._grow_at_s = float("-inf")
         self._stuck_s = _STUCK_S + state.chunk_bytes / SLOWEST_BYTES_S
@@ -51,6 +67,8 @@ class Cascade:
         self._waiting: deque[_Put] = deque()
         self._by_key: dict[bytes, _Put] = {}  # puts under way included
         state.dropped[index.name] = OrderedDict()
+        # Chunks that left the pool after their put was dropped, the first at the front.
+        self._lost: OrderedDict[bytes, None] = OrderedDict()
         self._next_number = 0
         # Puts with smaller numbers were cancelled, all in one step.
         self._first_wanted = 0
@@ -73,7 +91,10 @@ class Cascade:
         """Queue the put of a chunk of the pool, unless it is below already or must be dropped."""
         if not self._index.is_there or self._is_below(entry.key):
             return
-        if self._can_queue(now_s):
+        # A chunk that comes back after its put was dropped is used again.
+        is_first_use = entry.key not in self._lost and entry.key not in self._dropped
+        self._lost.pop(entry.key, None)
+        if self._can_queue(now_s, is_first_use=is_first_use):
             self._queue(entry, self._dropped.pop(entry.key, 0), now_s)
         else:
             self._drop(entry, self._dropped.get(entry.key, 0), now_s)
@@ -82,8 +103,9 @@ class Cascade:
         is_queued = key in self._by_key
         return is_queued or (self._index.is_known(key) and not self._index.must_rewrite(key))
 
-    def _can_queue(self, now_s: float) -> bool:
-        is_free = len(self._by_key) < self._max_queued
+    def _can_queue(self, now_s: float, *, is_first_use: bool = True) -> bool:
+        most = self._max_first_uses if is_first_use else self._max_queued
+        is_free = len(self._by_key) < most
         return is_free and not self._backoff.is_on(now_s) and not self._is_stuck(now_s)
 
     def _is_stuck(self, now_s: float) -> bool:
@@ -114,9 +136,17 @@ class Cascade:
         if tries < _TRIES:
             self._dropped[entry.key] = tries
         if len(self._dropped) > _MOST_DROPPED:
-            oldest = self._state.pool.ready(self._dropped.popitem(last=False)[0])
+            key, _ = self._dropped.popitem(last=False)
+            oldest = self._state.pool.ready(key)
             if oldest is not None:
                 self._state.remove_if_unwanted(oldest, now_s)
+            else:
+                self._lose(key)
+
+    def _lose(self, key: bytes) -> None:
+        self._lost[key] = None
+        if len(self._lost) > _MOST_LOST:
+            self._lost.popitem(last=False)
 
     def put_again(self, keys: Collection[bytes], now_s: float) -> None:
         """Queue the puts of chunks that the tier has lost, as far as they are in the pool."""
@@ -132,6 +162,7 @@ class Cascade:
             key, tries = self._dropped.popitem(last=False)
             entry = self._state.pool.ready(key)
             if entry is None:
+                self._lose(key)
                 continue
             if self._is_below(key):
                 self._state.remove_if_unwanted(entry, now_s)
@@ -239,10 +270,12 @@ class Cascade:
         """Have queued puts dropped, of all chunks or of these, when their turn comes."""
         if keys is None:
             self._state.dropped[self._index.name] = OrderedDict()
+            self._lost = OrderedDict()
             self._first_wanted = self._next_number
             return
         for key in keys:
             self._dropped.pop(key, None)
+            self._lost.pop(key, None)
             put = self._by_key.get(key)
             if put is not None:
                 put.is_wanted = False
@@ -258,7 +291,8 @@ class Cascade:
 
     def check(self) -> None:
         """Raise AssertionError if the bookkeeping contradicts itself."""
-        assert len(self._dropped) <= _MOST_DROPPED
+        assert len(self._dropped) <= _MOST_DROPPED and len(self._lost) <= _MOST_LOST
+        assert not self._lost.keys() & (self._dropped.keys() | self._by_key.keys())
         assert not self._dropped.keys() & self._by_key.keys(), "both dropped and queued"
         assert len(self._waiting) <= len(self._by_key) <= self._max_queued
         for put in self._waiting:

@@ -137,8 +137,8 @@ class EngineConfig:
     disk_write_threads: int = setting(2, parse=parse_int(minimum=1, maximum=256))
     """Threads that write to the disk tier, at most 256."""
     put_queue_share: float = setting(0.5, parse=parse_share)
-    """Share of the CPU pool that may wait to be written to disk. Beyond it chunks are not
-    written."""
+    """Share of the CPU pool that may wait to be written to disk and remote store. Beyond it chunks
+    are not written. Chunks that are stored for the first time get three quarters of it."""
 
     single_tenant: bool = setting(False, parse=parse_bool)
     """All prompts of this replica, and of the replicas that it shares KV with, come from one

@@ -170,7 +170,7 @@ async def test_what_is_being_written_is_not_evicted() -> None:
 
 @in_model_time
 async def test_writes_go_in_batches_and_one_batch_after_the_other() -> None:
-    bench = Bench(cpu_chunks=40)
+    bench = Bench(cpu_chunks=60)
     bench.store(1)
     bench.store(*range(2, 20))
     await asyncio.sleep(1.01 * WRITE_S)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.engine import eviction
+from bench.engine.write_rules import WriteRule
 from bench.ttft import BenchError
 from cacheengine.residency.eviction_policies import POLICY_NAMES
 from cacheengine.residency.pool_index import PoolIndex
@@ -81,16 +82,26 @@ def test_the_command_writes_what_it_prints(
     trace = tmp_path / "t.jsonl"
     trace.write_text('{"timestamp": 0, "hash_ids": [1, 2]}\n\n{"hash_ids": [1, 2, 3]}\n')
     out = tmp_path / "new" / "out.json"
-    options = f"--trace {trace} --slots 2 4 --requests 20 --rounds 1 --json {out}"
+    agents = tmp_path / "a.jsonl"
+    agents.write_text(
+        '{"session_id": "s", "input_length": 1024, "output_length": 9, "hash_ids": [1, 2]}\n'
+    )
+    options = f"--trace {trace} --agents {agents} --slots 2 4 --requests 20 --rounds 1 --json {out}"
     assert eviction.main(options.split()) == 0
     written = json.loads(out.read_text())
     assert str(tmp_path) not in out.read_text()
     assert written["command"] == (
-        "python -m bench.engine.eviction --trace t.jsonl "
-        "--slots 2 4 --requests 20 --rounds 1 --seed 1"
+        "python -m bench.engine.eviction --trace t.jsonl --agents a.jsonl "
+        "--slots 2 4 --requests 20 --rounds 1 --json out.json"
     )
     assert len(written["results"]) == 2 * 2 * len(POLICY_NAMES)
     assert written["most_hits"]["trace t.jsonl"] == pytest.approx(0.4)
+    assert {each["workload"] for each in written["tiers"]} == {
+        "trace t.jsonl",
+        "scan-heavy, generated",
+        "agents a.jsonl",
+    }
+    assert {each["rule"] for each in written["tiers"]} == {*WriteRule}
     printed = capsys.readouterr().out
     assert "40.00%" in printed
     assert all(name in printed for name in POLICY_NAMES)

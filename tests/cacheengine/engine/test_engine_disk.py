@@ -6,6 +6,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from cacheengine.residency.decisions import Presence
 from cacheengine.residency.eviction_policies import POLICY_NAMES
 from cacheengine.settings.engine_config import EngineConfig
 from cacheengine.tiers.disk import DiskTier
+from cacheengine.tiers.tier import Chunk, PutOutcome
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.helpers import (
     CHUNK_BYTES,
@@ -255,6 +258,39 @@ def test_another_model_does_not_see_the_chunks(tmp_path: Path) -> None:
     engine = CacheEngine(config(tmp_path), other, Pool.allocate(4, CHUNK_BYTES))
     assert engine.lookup(key(1)) is Presence.MISS
     engine.close()
+
+
+class _SlowDisk(DiskTier):
+    """Writes when told."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(
+            (directory,), layout().fingerprint(), CHUNK_BYTES, 100 * (CHUNK_BYTES + 4096)
+        )
+        self.may_write = threading.Event()
+
+    def put_many(self, chunks: Sequence[Chunk]) -> list[PutOutcome]:
+        assert self.may_write.wait(20)
+        return super().put_many(chunks)
+
+
+def test_a_disk_that_is_too_slow_gets_what_is_used_again(
+    make_bench: MakeBench, tmp_path: Path
+) -> None:
+    """The last of the queue's four places is for a chunk that comes back."""
+    disk = _SlowDisk(tmp_path)
+    bench = make_bench(8, config(Path("unused"), share=0.5), tier=disk)
+    bench.store(keys(*range(8)))
+    bench.store(keys(*range(10, 15)))  # 3 to 7 leave CPU RAM
+    assert bench.engine.stats().put_queue_bytes == 3 * CHUNK_BYTES
+    bench.store(keys(3))
+    assert bench.engine.stats().put_queue_bytes == 4 * CHUNK_BYTES
+    disk.may_write.set()
+    bench.finish_puts()
+    bench.engine.clear(["cpu"])
+    assert bench.engine.match(keys(0, 1, 2, 3, 4)) == ["disk"] * 4
+    assert bench.promote(keys(3)) == (0, 1, 0)
+    assert bench.has_right_bytes(keys(3))
 
 
 def test_a_limit_below_one_chunk_is_refused(make_bench: MakeBench, tmp_path: Path) -> None:
