@@ -134,6 +134,7 @@ class CacheEngine:
         self._keeper: PoolKeeper | None = None
         if seals is not None:
             self._keeper = PoolKeeper(self, pool, seals.kept)
+            seals.kept = []  # hundreds of bytes a chunk, and not used again
             self.add_event_listener(self._keeper.wake)
             self._keeper.start()
 
