@@ -68,6 +68,7 @@ class KeptRig:
         )
         pool = Pool(self._memory[: self._index], self._chunks, self._chunk_bytes)
         self.kept = self._engine(pool, self.seals)
+        self.kept.start_keeping()
 
     def stop(self) -> None:
         """End it."""

@@ -278,6 +278,7 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
             seals = region.seals(layout.fingerprint()) if is_kept else None
             engine = CacheEngine(self.engine_config, layout, pool, seals=seals)
             undo.callback(self._close, engine)
+            engine.start_keeping()
             meter = TransferMeter()
             transfer_port = self._serve_transfers(engine, meter, undo)
             versions = KvVersions(locate)

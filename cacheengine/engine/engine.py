@@ -75,8 +75,8 @@ class CacheEngine:
 
     ``tier`` and ``remote`` default to those of the configuration. Thread-safe; only the
     constructor, which scans the disk tier, `clear_shared` and `close` wait for I/O. ``seals`` are
-    those of a pool that is kept; they are closed with it. ``make_io`` replaces the I/O of all
-    tiers, for simulation. OSError: a directory cannot be used.
+    those of a pool that is kept (`start_keeping` must follow); they are closed with it. ``make_io``
+    replaces the I/O of all tiers, for simulation. OSError: a directory cannot be used.
     """
 
     def __init__(
@@ -132,11 +132,6 @@ class CacheEngine:
         lock.begin(self._decider, self._io.start)
         self._seals = seals
         self._keeper: PoolKeeper | None = None
-        if seals is not None:
-            self._keeper = PoolKeeper(self, pool, seals.kept)
-            seals.kept = []  # hundreds of bytes a chunk, and not used again
-            self.add_event_listener(self._keeper.wake)
-            self._keeper.start()
 
     # --- for the scheduler: lookups, holds, uses ---
 
@@ -258,6 +253,14 @@ class CacheEngine:
                 decider.put_down(entries, self._clock())
 
     # --- a pool that is kept ---
+
+    def start_keeping(self) -> None:
+        """Begin to check and seal the chunks of a pool that is kept; to be called once."""
+        if self._seals is not None:
+            self._keeper = PoolKeeper(self, self._pool, self._seals.kept)
+            self._seals.kept = []  # hundreds of bytes a chunk, and not used again
+            self.add_event_listener(self._keeper.wake)
+            self._keeper.start()
 
     def take_unsealed(self, most: int) -> list[PoolEntry]:
         """Return at most ``most`` chunks of the pool to be sealed."""

@@ -42,6 +42,7 @@ class KeptEngine(Bench):
             clock=self.clock,
             tier=tier,
         )
+        self.engine.start_keeping()
 
     def finish_keeping(self) -> None:
         """Return when all chunks are checked and sealed."""

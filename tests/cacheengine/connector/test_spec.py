@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,10 @@ def test_the_manager_ends_what_it_started(configured: Path) -> None:
     manager.shutdown()
 
 
+def _is_checked(engine: Any) -> bool:
+    return bool(engine.stats().cpu_held_bytes == 0)
+
+
 @pytest.mark.parametrize(
     ("model", "is_kept"), [(MODEL, True), ({**MODEL, "weights": "other"}, False)]
 )
@@ -232,7 +237,7 @@ def test_a_kept_pool_is_served_by_the_next_manager_of_the_same_model(
             worker = spec._open_region(rank=0)
             manager = spec.get_manager()
             engine = manager.engine
-            wait_until(lambda engine=engine: engine.stats().cpu_held_bytes == 0)
+            wait_until(partial(_is_checked, engine))
             counts.append(engine.stats().cpu_used_bytes // spec.kv_bytes_per_chunk)
             if not counts[-1]:
                 reservation = engine.prepare_store([b"a" * 32, b"b" * 32])
