@@ -4,8 +4,8 @@ The file has the slots, then the index: one seal for each slot. A seal names the
 the checksum of its bytes. The next process serves a chunk only if the seal is sound and the bytes
 have this checksum.
 
-A process can be killed at any instant, in the middle of any write. What it loses is chunks without
-a seal. What it leaves is true, for three reasons:
+A process can be killed at any instant, in the middle of any write. Chunks without a seal are lost
+then. No seal is wrong, for three reasons:
 
 - A slot is sealed after its bytes are whole, and unsealed before anything else may be written to
   it: both are single stores of 8 bytes.
