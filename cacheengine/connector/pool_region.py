@@ -75,7 +75,7 @@ class PoolRegion(SharedOffloadRegion):  # type: ignore[misc]
         """Return the index of a kept pool; ``identity`` names what chunks' bytes mean."""
         size_bytes = PoolSeals.size_bytes(self.num_chunks)
         index = mmap.mmap(self.fd, size_bytes, offset=self.total_size_bytes)
-        return PoolSeals(memoryview(index), f"{identity}:{self._row_stride}", self.num_chunks)
+        return PoolSeals(memoryview(index), identity, self.num_chunks)
 
     def check_shared(self) -> None:
         """Raise ValueError, saying what to do, if no worker has mapped the region.
