@@ -95,7 +95,13 @@ The output of `warmroute COMMAND --help`. Exit codes: 0 success, 1 failure, 2 a 
 command line or in a file, with one line that says what to change.
 
 """
-_SCALARS: Final = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+_SCALARS: Final = {
+    int: "whole number",
+    float: "number",
+    str: "text",
+    bool: "true or false",
+    Path: "path",
+}
 _HIDDEN: Final = ("source", "fleet_secret", "master_server_address")
 """Fields that files do not have."""
 _MIB: Final = 1 << 20

@@ -3,10 +3,10 @@
     python -m bench.engine --json bench/results/engine.json
 
 Every figure is compared with its limit, measured in the same run, in turns: a
-memcpy for the cpu tier, one file written and read from end to end for the
-disk tier, a plain dict for the index. The cpu tier needs vLLM and torch, and
-is left out, saying so, where they are not installed. Takes some minutes and,
-for the time, some GB of the disk.
+memcpy for the cpu tier, a checksum for a pool that is kept, one file written
+and read from end to end for the disk tier, a plain dict for the index. The cpu
+tier needs vLLM and torch, and is left out, saying so, where they are not
+installed. Takes some minutes and, for the time, some GB of the disk.
 """
 
 import argparse
@@ -21,9 +21,10 @@ from bench.command import write_report
 from bench.engine.cases import MIB, Case, as_json, table
 from bench.engine.disk import gets, puts
 from bench.engine.index import index
+from bench.engine.kept import kept
 from bench.ttft import BenchError, machine
 
-PARTS: Final = ("cpu", "disk", "index")
+PARTS: Final = ("cpu", "kept", "disk", "index")
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Case]:
@@ -35,6 +36,8 @@ def measure(arguments: argparse.Namespace) -> Iterator[Case]:
     if "cpu" in arguments.parts:
         for chunks, chunk_bytes in sizes:
             yield from _copies(chunks, chunk_bytes, arguments.rounds)
+    if "kept" in arguments.parts:
+        yield from kept(sizes, arguments.rounds)
     if "disk" in arguments.parts:
         with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="warmroute-bench-") as name:
             yield from _disk(Path(name), sizes, arguments)

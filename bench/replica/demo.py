@@ -1,14 +1,15 @@
 """`make demo`: two real vLLM replicas, the router in front, and the value of a warm prefix.
 
 Starts everything, and asks about real text through the router with the OpenAI client, while the
-text's KV is in one tier after the other. Prints a table of times to first token, and ends
-everything that it started.
+text's KV is in one tier after the other. In the last round a replica is killed and started again.
+Prints a table of times to first token, and ends everything that it started.
 """
 
 import argparse
 import secrets
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -55,6 +56,7 @@ ROWS: Final = {
     "cpu": "warm: in CPU RAM",
     "disk": "warm: on disk, with prefetch",
     "disk-plain": "warm: on disk, without prefetch",
+    "killed": "warm: in CPU RAM, after kill -9",
     "other": "on the other replica",
 }
 
@@ -169,6 +171,8 @@ class Stage:
     router_url: str
     plain_router_url: str
     replicas: dict[str, ReplicaTiers] = field(default_factory=dict)
+    starts: dict[str, Callable[[], object]] = field(default_factory=dict)
+    """What starts each replica."""
 
     def client(self, base_url: str) -> openai.OpenAI:
         """Return a client of a router or of a replica itself."""
@@ -182,8 +186,11 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def start(group: ProcessGroup, arguments: argparse.Namespace) -> Stage:
-    """Start two replicas and two routers, and return when they answer and know each other."""
+def start(group: ProcessGroup, arguments: argparse.Namespace, keep: Path) -> Stage:
+    """Start two replicas and two routers, and return when they answer and know each other.
+
+    ``keep`` is a directory in memory for the CPU pools.
+    """
     platform = local.find_platform()
     router = yaml.safe_load((CONFIGS / "router.yaml").read_text())
     engines = [CONFIGS / f"{name}.yaml" for name in ("instance1", "instance2")]
@@ -206,6 +213,10 @@ def start(group: ProcessGroup, arguments: argparse.Namespace) -> Stage:
     addresses += [f":{router['controller'][key]}" for key in ("port", "monitor_port")]
     _check_ports(addresses)
     say(f"Model {stage.model} on {platform}; logs in {WORK / 'demo'}")
+    engines = [
+        local.variant(each, WORK / "demo" / each.name, keep_cpu_dir=str(keep / each.stem))
+        for each in engines
+    ]
     _start_replicas(group, stage, engines, platform, arguments.tokens)
     for replica in stage.replicas.values():
         _warm_up(stage, replica)
@@ -213,7 +224,9 @@ def start(group: ProcessGroup, arguments: argparse.Namespace) -> Stage:
     return stage
 
 
-def _warm_up(stage: Stage, replica: ReplicaTiers) -> None:
+def _warm_up(
+    stage: Stage, replica: ReplicaTiers, *, tiers: Sequence[str] = ("none", "cpu", "disk")
+) -> None:
     """Have a replica compute and load something once: its first time of each is slower."""
     say(f"{replica.name}: warming up")
     text = real_text(_WARM_UP_TOKENS, seed=0)
@@ -221,7 +234,7 @@ def _warm_up(stage: Stage, replica: ReplicaTiers) -> None:
         content = f"Warming up {number}. {text}"
         tokens = replica.chat_tokens(content)
         client = stage.client(replica.url)
-        for tier in ("none", "cpu", "disk"):
+        for tier in tiers:
             if tier != "none":
                 replica.empty_gpu()
             if tier == "disk":
@@ -255,17 +268,23 @@ def _start_replicas(
         vllm_args = ["--model", stage.model, "--port", replica.url.rpartition(":")[2]]
         vllm_args += ["--host", "127.0.0.1", "--max-model-len", str(context)]
         vllm_args += local.platform_arguments(platform, of=count)
-        group.start(
+        stage.starts[replica.name] = partial(
+            group.start,
             replica.name,
             local.replica_command(engine, vllm_args),
             local.replica_environment(platform, index, of=count),
             WORK / "demo" / f"{replica.name}.log",
         )
+        stage.starts[replica.name]()
         say(f"{replica.name}: starting vLLM with the cache engine inside")
     for replica in stage.replicas.values():
-        url = f"{replica.url}/health"
-        took_s = group.wait_ready(replica.name, url, local.REPLICA_READY_TIMEOUT_S, say)
-        say(f"{replica.name}: ready after {took_s:.0f} s at {replica.url}")
+        _wait_ready(group, replica)
+
+
+def _wait_ready(group: ProcessGroup, replica: ReplicaTiers) -> None:
+    url = f"{replica.url}/health"
+    took_s = group.wait_ready(replica.name, url, local.REPLICA_READY_TIMEOUT_S, say)
+    say(f"{replica.name}: ready after {took_s:.0f} s at {replica.url}")
 
 
 def _start_routers(group: ProcessGroup, stage: Stage) -> None:
@@ -326,8 +345,11 @@ class Round:
         warm_tokens = tokens_of(self._warm_prompt)
         self._shared = warm_tokens[: common_prefix(tokens_of(self._cold_prompt), warm_tokens)]
 
-    def run(self, tell: Callable[[Sample], None]) -> None:
-        """Measure every row, in order; raise what stands in the way."""
+    def run(self, tell: Callable[[Sample], None], *, killing: ProcessGroup | None = None) -> None:
+        """Measure every row, in order; raise what stands in the way.
+
+        ``killing`` is what runs the replicas, if one of them is to be killed.
+        """
         stage = self._stage
         cold = self.compute()
         tell(cold)
@@ -343,6 +365,15 @@ class Round:
         for row, router_url in (("disk", stage.router_url), ("disk-plain", stage.plain_router_url)):
             self.leave_on_disk(holder, router_url)
             tell(self.ask_warm(row, router_url))
+
+        if killing is not None:
+            say(f"{holder.name}: killing it, and starting it again")
+            killing.stop(holder.name, kill=True)
+            stage.starts[holder.name]()
+            _wait_ready(killing, holder)
+            _warm_up(stage, holder, tiers=("none", "cpu"))
+            self._wait_known(stage.router_url, "cpu")
+            tell(self.ask_warm("killed", stage.router_url))
 
         tell(self._ask("other", other.url, self._warm_prompt, name=other.name))
 
@@ -407,12 +438,14 @@ def run(arguments: argparse.Namespace) -> list[Sample]:
         samples.append(sample)
         say(f"  {ROWS[sample.row]:<34}{sample.ttft_s:8.3f} s  {sample.replica}")
 
-    with ProcessGroup() as group:
-        stage = start(group, arguments)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as keep, ProcessGroup() as group:
+        stage = start(group, arguments, Path(keep))
         for number in range(arguments.rounds):
             say(f"round {number + 1} of {arguments.rounds}: {arguments.tokens} tokens of real text")
+            killing = group if number + 1 == arguments.rounds else None
             try:
-                Round(stage, tokens=arguments.tokens, seed=arguments.seed + number).run(tell)
+                this_round = Round(stage, tokens=arguments.tokens, seed=arguments.seed + number)
+                this_round.run(tell, killing=killing)
             except (BenchError, NotThereError, OSError):
                 group.check()  # a process that died is the better explanation
                 raise

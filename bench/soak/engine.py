@@ -3,7 +3,8 @@
 Four real engines with agent and transfer server, each a process, with disks of their own and one
 real Redis. In each process a scheduler makes the calls of vLLM's connector and compares every byte
 that it loads. Calls of routers and operators (prefetch, copy, move, pin, clear) come at random,
-and every few seconds a process is killed or stopped, a disk filled, or bits flipped.
+and every few seconds a process is killed or stopped, a disk filled, or bits flipped. The CPU pools
+outlive their processes.
 
 The holds of the engines' locks are measured by the clock and by the holder's CPU time. Where fewer
 cores are free than processes want, the clock also counts the time for which the holder did not
@@ -15,6 +16,7 @@ core for each engine.
 
 import asyncio
 import random
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -126,8 +128,15 @@ class _Stage:
         self._say = say
         self._rng = random.Random(f"damage {settings.seed}")
         self.store = RedisServer(ports.pop(), directory)
+        self._pools = tempfile.TemporaryDirectory(dir="/dev/shm")
         self.engines = [
-            _engine(settings, directory, number, ports[2 * number : 2 * number + 2], self.store)
+            _engine(
+                settings,
+                directory,
+                Path(self._pools.name),
+                number,
+                (ports[2 * number], ports[2 * number + 1], self.store.port),
+            )
             for number in range(settings.engines)
         ]
         self.faults: Counter[EngineFault] = Counter()
@@ -141,6 +150,7 @@ class _Stage:
         for each in self.engines:
             if each.lives:
                 await each.kill()
+        self._pools.cleanup()
 
     async def inject(
         self, faults: Iterable[Fault[EngineFault]], controls: Controls, began_s: float
@@ -198,7 +208,7 @@ class _Stage:
 
 
 def _engine(
-    settings: EngineSoak, directory: Path, number: int, ports: Sequence[int], store: RedisServer
+    settings: EngineSoak, directory: Path, pools: Path, number: int, ports: tuple[int, int, int]
 ) -> Engine:
     name = engine_name(number)
     disk = directory / name
@@ -208,8 +218,9 @@ def _engine(
         seed=str(settings.seed),
         agent_port=ports[0],
         transfer_port=ports[1],
-        redis_port=store.port,
+        redis_port=ports[2],
         directory=str(disk),
+        keep=str(pools / name),
         slots=settings.slots,
         disk_chunks=settings.disk_chunks,
         chunk_bytes=CHUNK_BYTES,

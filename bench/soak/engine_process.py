@@ -8,6 +8,7 @@ final state. It exits at once when that input closes, so that it never outlives 
 import ctypes
 import gc
 import logging
+import mmap
 import os
 import signal
 import sys
@@ -27,6 +28,7 @@ from bench.soak.scheduler import Scheduler
 from cacheengine.agent.agent import Agent
 from cacheengine.engine.engine import CacheEngine
 from cacheengine.identity.chunk_layout import ChunkLayout
+from cacheengine.kept_pool import PoolSeals, open_pool_file
 from cacheengine.memory import Pool
 from cacheengine.record import EventLog, TransferMeter
 from cacheengine.settings.engine_config import EngineConfig
@@ -58,6 +60,8 @@ class ProcessConfig:
     redis_port: int
     directory: str
     """Of its disk tier."""
+    keep: str
+    """Directory of its CPU pool, which outlives it."""
     slots: int
     disk_chunks: int
     chunk_bytes: int
@@ -120,10 +124,17 @@ def _identity(config: ProcessConfig) -> ReplicaIdentity:
 
 def _open(given: ProcessConfig, undo: ExitStack) -> tuple[CacheEngine, MeasuredLock, TransferMeter]:
     config = _config(given)
-    engine = CacheEngine(config, _layout(given), Pool.allocate(given.slots, given.chunk_bytes))
+    layout, size_bytes = _layout(given), given.slots * given.chunk_bytes
+    file = open_pool_file(Path(given.keep), size_bytes + PoolSeals.size_bytes(given.slots))
+    memory = memoryview(mmap.mmap(file, 0))
+    os.close(file)
+    seals = PoolSeals(memory[size_bytes:], layout.fingerprint(), given.slots)
+    pool = Pool(memory[:size_bytes], given.slots, given.chunk_bytes)
+    engine = CacheEngine(config, layout, pool, seals=seals)
     undo.callback(engine.close, drain_s=1.0)
     lock = measure_lock(engine)
     _keep_few_events(engine)
+    engine.start_keeping()
     meter = TransferMeter()
     server = TransferServer(engine, (_HOST, given.transfer_port), meter)
     undo.callback(server.stop)

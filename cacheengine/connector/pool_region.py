@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import logging
+import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from vllm.distributed.device_communicators.shm_broadcast import check_shm_free_space
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
+from cacheengine.kept_pool import PoolSeals, open_pool_file, share_pool_file
 from cacheengine.memory import HUGE_PAGE_BYTES, HugePagesMissingError, make_huge_file, pages_of
 
 logger = logging.getLogger("vllm.warmroute")
@@ -27,7 +29,11 @@ class PoolRegion(SharedOffloadRegion):  # type: ignore[misc]
     pages, with a warning. The kernel unmaps whole huge pages only: if the last one is not full, its
     mapping stays until the process ends.
 
-    Raises RuntimeError for a pool that is larger than what /dev/shm has free.
+    With ``keep`` the file is that directory's pool file, which outlives all processes
+    (`cacheengine.kept_pool`). It has ordinary pages, and behind the chunks their `seals`.
+
+    Raises RuntimeError for a pool that is larger than what /dev/shm has free, and
+    `KeepDirectoryError`.
     """
 
     def __init__(
@@ -39,9 +45,13 @@ class PoolRegion(SharedOffloadRegion):  # type: ignore[misc]
         kv_bytes_per_chunk: int,
         cpu_page_size: int,
         hugepages: bool = False,
+        keep: Path | None = None,
     ) -> None:
         name = Path(f"/dev/shm/vllm_offload_{engine_id}.mmap")
-        self._file = _make_file(name, num_chunks * kv_bytes_per_chunk, hugepages=hugepages)
+        size_bytes = num_chunks * kv_bytes_per_chunk
+        if keep is not None:
+            size_bytes += PoolSeals.size_bytes(num_chunks)
+        self._file = _make_file(name, size_bytes, hugepages=hugepages, keep=keep)
         try:
             super().__init__(
                 engine_id=engine_id,
@@ -50,6 +60,8 @@ class PoolRegion(SharedOffloadRegion):  # type: ignore[misc]
                 kv_bytes_per_chunk=kv_bytes_per_chunk,
                 cpu_page_size=cpu_page_size,
             )
+            if keep is not None:
+                share_pool_file(self.fd)
         except BaseException:
             self._drop_file(name)
             raise
@@ -58,6 +70,12 @@ class PoolRegion(SharedOffloadRegion):  # type: ignore[misc]
     def has_huge_pages(self) -> bool:
         """Whether this process has mapped 2 MiB pages; not valid after `cleanup`."""
         return os.fstatvfs(self.fd).f_bsize == HUGE_PAGE_BYTES
+
+    def seals(self, identity: str) -> PoolSeals:
+        """Return the index of a kept pool; ``identity`` names what chunks' bytes mean."""
+        size_bytes = PoolSeals.size_bytes(self.num_chunks)
+        index = mmap.mmap(self.fd, size_bytes, offset=self.total_size_bytes)
+        return PoolSeals(memoryview(index), identity, self.num_chunks)
 
     def check_shared(self) -> None:
         """Raise ValueError, saying what to do, if no worker has mapped the region.
@@ -91,7 +109,7 @@ class PoolRegion(SharedOffloadRegion):  # type: ignore[misc]
         self._file = None
 
 
-def _make_file(name: Path, size_bytes: int, *, hugepages: bool) -> int | None:
+def _make_file(name: Path, size_bytes: int, *, hugepages: bool, keep: Path | None) -> int | None:
     """Create the region's file and return its descriptor; None if the name is taken.
 
     The name points to the descriptor, so it stays open until all processes have mapped the file.
@@ -101,7 +119,9 @@ def _make_file(name: Path, size_bytes: int, *, hugepages: bool) -> int | None:
         if os.path.lexists(name):
             return None
         file = _huge_file(name, size_bytes) if hugepages else None
-        if file is None:
+        if keep is not None:
+            file = open_pool_file(keep, size_bytes)
+        elif file is None:
             file = _ordinary_file(name, size_bytes)
         try:
             name.symlink_to(_path_of(file))

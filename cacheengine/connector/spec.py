@@ -224,6 +224,7 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
             kv_bytes_per_chunk=self.kv_bytes_per_chunk,
             cpu_page_size=self.cpu_page_size_per_worker,
             hugepages=self.engine_config.local_cpu_use_hugepages,
+            keep=self.engine_config.keep_cpu_dir,
         )
 
     def create_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
@@ -272,8 +273,12 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
                 num_slots=self.num_chunks,
                 slot_bytes=self.kv_bytes_per_chunk,
             )
-            engine = CacheEngine(self.engine_config, self._layout(), pool)
+            layout = self._layout()
+            is_kept = self.engine_config.keep_cpu_dir is not None
+            seals = region.seals(layout.fingerprint()) if is_kept else None
+            engine = CacheEngine(self.engine_config, layout, pool, seals=seals)
             undo.callback(self._close, engine)
+            engine.start_keeping()
             meter = TransferMeter()
             transfer_port = self._serve_transfers(engine, meter, undo)
             versions = KvVersions(locate)

@@ -16,8 +16,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Final, Protocol, TypeVar
 
 from cacheengine.engine.engine_lock import EngineLock
+from cacheengine.engine.pool_keeper import PoolKeeper
 from cacheengine.engine.tier_io import Clock, IoThreads, MakeThreads, TierStack
 from cacheengine.identity.chunk_layout import ChunkLayout
+from cacheengine.kept_pool import PoolSeals
 from cacheengine.memory import Pool
 from cacheengine.record import CPU, BandwidthMeter, EngineStats, KeyEventRecord, to_wire
 from cacheengine.residency.decider import Decider
@@ -42,6 +44,7 @@ logger = logging.getLogger("vllm.warmroute")
 _T = TypeVar("_T")
 
 _MEASURED_CHUNKS: Final = 8
+_KEEPER_END_S: Final = 0.5
 
 
 class EngineIo(Protocol):
@@ -71,7 +74,8 @@ class CacheEngine:
     """The cpu tier over ``pool``, and below it the disk and remote tiers that there are.
 
     ``tier`` and ``remote`` default to those of the configuration. Thread-safe; only the
-    constructor, which scans the disk tier, `clear_shared` and `close` wait for I/O. ``make_io``
+    constructor, which scans the disk tier, `clear_shared` and `close` wait for I/O. ``seals`` are
+    those of a pool that is kept (`start_keeping` must follow); they are closed with it. ``make_io``
     replaces the I/O of all tiers, for simulation. OSError: a directory cannot be used.
     """
 
@@ -81,6 +85,7 @@ class CacheEngine:
         layout: ChunkLayout,
         pool: Pool,
         *,
+        seals: PoolSeals | None = None,
         clock: Clock = time.monotonic,
         tier: LocalTier | None = None,
         remote: SharedTier | None = None,
@@ -123,8 +128,11 @@ class CacheEngine:
             chunk_bytes=layout.chunk_bytes,
             local_cpu=config.local_cpu,
             put_queue_share=config.put_queue_share,
+            seals=seals,
         )
         lock.begin(self._decider, self._io.start)
+        self._seals = seals
+        self._keeper: PoolKeeper | None = None
 
     # --- for the scheduler: lookups, holds, uses ---
 
@@ -245,6 +253,32 @@ class CacheEngine:
             with self._lock as decider:
                 decider.put_down(entries, self._clock())
 
+    # --- a pool that is kept ---
+
+    def start_keeping(self) -> None:
+        """Begin to check and seal the chunks of a pool that is kept; to be called once."""
+        if self._seals is not None:
+            self._keeper = PoolKeeper(self, self._pool, self._seals.kept)
+            self._seals.kept = []  # hundreds of bytes a chunk, and not used again
+            self.add_event_listener(self._keeper.wake)
+            self._keeper.start()
+
+    def take_unsealed(self, most: int) -> list[PoolEntry]:
+        """Return at most ``most`` chunks of the pool to be sealed."""
+        with self._lock as decider:
+            return decider.pool.take_unsealed(most)
+
+    def seal(self, chunks: Iterable[tuple[PoolEntry, bytes]]) -> None:
+        """Seal chunks with the checksums of their bytes, unless they have left their slots."""
+        with self._lock as decider:
+            for entry, digest in chunks:
+                decider.pool.seal(entry, digest)
+
+    def end_check(self, keys: Sequence[bytes], *, are_intact: bool) -> None:
+        """Make chunks of an earlier run visible, or free their slots."""
+        with self._lock as decider:
+            decider.end_check(keys, self._clock(), are_intact=are_intact)
+
     # --- promotion, pins ---
 
     def promote(
@@ -268,6 +302,8 @@ class CacheEngine:
         # for.
         self.touch(keys)
         self._expire_pins_if_full()
+        if self._keeper is not None:
+            self._keeper.want(keys)
         with self._lock as decider:
             prefix = decider.promotions.begin(keys, pin_s, holder, is_demand=is_demand)
             is_more = decider.promotions.advance(prefix, self._clock())
@@ -536,7 +572,14 @@ class CacheEngine:
             if self._closed:
                 return
             self._closed = True
-        if self._io.close(drain_s):
+        if self._keeper is not None:
+            self._keeper.stop(drain_s)
+        ended = self._io.close(drain_s)
+        if self._keeper is not None:
+            ended = self._keeper.join(_KEEPER_END_S) and ended
+        if ended:
             self._pool.close()
+            if self._seals is not None:
+                self._seals.close()
         else:
             logger.warning("the cache engine was closed while a thread still hangs in its I/O")

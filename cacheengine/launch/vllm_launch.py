@@ -73,6 +73,7 @@ def config_of_rank(config: EngineConfig, rank: int) -> EngineConfig:
         lmcache_worker_port=port and port + rank,
         distributed_url=_transfer_url(config, rank),
         local_disk=tuple(directory / f"dp{rank}" for directory in config.local_disk),
+        keep_cpu_dir=config.keep_cpu_dir and config.keep_cpu_dir / f"dp{rank}",
         # One server answers for all ranks, and rank 0 reports it.
         openai_url=None,
     )

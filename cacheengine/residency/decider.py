@@ -6,6 +6,7 @@ serializes calls, passes the time in, and afterwards does the work of `CacheStat
 
 from collections.abc import Collection, Container, Iterable, Sequence
 
+from cacheengine.kept_pool import PoolSeals
 from cacheengine.record import CPU, EngineStats
 from cacheengine.residency.cascade import Cascade
 from cacheengine.residency.decisions import Presence, PromotionOutcome, StoreReservation
@@ -33,8 +34,9 @@ class Decider:
         chunk_bytes: int,
         local_cpu: bool,
         put_queue_share: float,
+        seals: PoolSeals | None = None,
     ) -> None:
-        self.pool = PoolIndex(slots, policy)
+        self.pool = PoolIndex(slots, policy, seals)
         self.state = CacheState(self.pool, lower, chunk_bytes=chunk_bytes, local_cpu=local_cpu)
         self.stats = self.state.stats
         self.events = self.state.events
@@ -222,6 +224,20 @@ class Decider:
                 self.pool.remove(entry)
                 self.state.settle(entry.key, PromotionOutcome.MISSING)
         return whole
+
+    def end_check(self, keys: Iterable[bytes], now_s: float, *, are_intact: bool) -> None:
+        """Make chunks of an earlier run visible, or free their slots. They are not put down."""
+        kept = []
+        for key in keys:
+            entry = self._being_stored(key)
+            if are_intact and not self.pool.is_hidden(entry):
+                self.pool.publish(entry, now_s)
+                self.state.settle(key, PromotionOutcome.RESIDENT)
+                kept.append(key)
+            else:
+                self.pool.remove(entry)
+                self.state.settle(key, PromotionOutcome.MISSING)
+        self.state.emit(CPU, stored=True, keys=kept)
 
     def put_down(self, entries: Iterable[PoolEntry], now_s: float) -> None:
         """Queue the puts of chunks made visible, and release them."""

@@ -13,6 +13,7 @@ from typing import Final
 
 from sortedcontainers import SortedDict
 
+from cacheengine.kept_pool import PoolSeals, Seal
 from cacheengine.residency.eviction_policies import make_policy
 from warmroute_common.agent_protocol import MAX_PINNED_SHARE
 
@@ -152,17 +153,25 @@ class PoolIndex:
 
     Pins are bounded, so that stores find room: operators' pins to half of the slots, all pins
     together (`may_pin`) to three quarters.
+
+    In a pool that is kept, a slot is sealed while it has a visible chunk (`PoolSeals`). Chunks of
+    an earlier run are there from the beginning, and are being stored until they were checked.
     """
 
-    def __init__(self, num_slots: int, policy: str) -> None:
+    def __init__(self, num_slots: int, policy: str, seals: PoolSeals | None = None) -> None:
         """``policy`` is one of `POLICY_NAMES`."""
         self.num_slots = num_slots
-        # Popped from the end: low slots first, which makes tests readable.
-        self._free = list(range(num_slots - 1, -1, -1))
         self._entries: dict[bytes, PoolEntry] = {}
         self._policy = make_policy(policy, num_slots)
         self._generation = 0
-        self._unfinished: set[bytes] = set()
+        self._seals = seals
+        self._unsealed: OrderedDict[bytes, PoolEntry] = OrderedDict()
+        for slot, key, _ in seals.kept if seals is not None else ():
+            self._entries[key] = PoolEntry(key, slot, EntryState.STORING, self._generation)
+        self._unfinished = {*self._entries}
+        taken = {entry.slot for entry in self}
+        # Popped from the end: low slots first, which makes tests readable.
+        self._free = [slot for slot in range(num_slots - 1, -1, -1) if slot not in taken]
         self._busy: set[bytes] = set()
         self._pinned: dict[bytes, PoolEntry] = {}  # also entries to be pinned when ready
         self._deadlines = PinDeadlines()
@@ -244,6 +253,10 @@ class PoolIndex:
         entry.state = EntryState.READY
         self._unfinished.remove(entry.key)
         self._policy.add(entry.key)
+        if self._seals is not None:
+            self._seals.note_use(entry.slot)
+            if not self._seals.has(entry.slot):
+                self._unsealed[entry.key] = entry
         if entry.leases:
             leases = {holder: now_s + pin_s for holder, pin_s in entry.leases.items()}
             self._keep_leases(entry, leases)
@@ -255,12 +268,16 @@ class PoolIndex:
         if entry.state is EntryState.READY:
             self._policy.remove(entry.key)
         entry.generation = _CLEARED
+        self._unseal(entry)
 
     def hide_all(self) -> None:
         """Clear the pool in one step: end all pins, and hide all entries until `remove`."""
         self._generation += 1
         self._pinned, self._deadlines, self._operator_pinned = {}, PinDeadlines(), set()
         self._request_pins = 0
+        self._unsealed.clear()
+        if self._seals is not None:
+            self._seals.drop_all()
 
     def remove(self, entry: PoolEntry) -> None:
         """Forget an entry that is not in use, and free its slot."""
@@ -277,15 +294,37 @@ class PoolIndex:
             self._policy.remove(entry.key)
         del self._entries[entry.key]
         self._unfinished.discard(entry.key)
+        self._unseal(entry)
         self._free.append(entry.slot)
+
+    # --- a pool that is kept ---
+
+    def _unseal(self, entry: PoolEntry) -> None:
+        self._unsealed.pop(entry.key, None)
+        if self._seals is not None:
+            self._seals.drop(entry.slot)
+
+    def take_unsealed(self, most: int) -> list[PoolEntry]:
+        """Return at most ``most`` chunks to be sealed, in the order in which they came."""
+        count = min(most, len(self._unsealed))
+        return [self._unsealed.popitem(last=False)[1] for _ in range(count)]
+
+    def seal(self, entry: PoolEntry, digest: bytes) -> None:
+        """Seal a chunk with the checksum of its bytes, unless it has left its slot."""
+        is_there = self._entries.get(entry.key) is entry and self.is_ready(entry)
+        if self._seals is not None and is_there:
+            self._seals.write(Seal(entry.slot, entry.key, digest))
 
     # --- use, eviction ---
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Note a use of those keys that are ready."""
         for key in keys:
-            if self.ready(key) is not None:
+            entry = self.ready(key)
+            if entry is not None:
                 self._policy.touch(key)
+                if self._seals is not None:
+                    self._seals.note_use(entry.slot)
 
     def hold(self, entry: PoolEntry) -> None:
         """Keep an entry until `release`."""
@@ -478,6 +517,10 @@ class PoolIndex:
         self._deadlines.check(self._pinned.values())
         assert by_operator == self._operator_pinned
         assert len(by_operator) <= self._max_operator_pinned
+        visible = {(entry.slot, key) for key, entry in entries if not self.is_hidden(entry)}
+        sealed = self._seals.read() if self._seals is not None else ()
+        assert {(seal.slot, seal.key) for seal in sealed} <= visible, "sealed, and not there"
+        assert all(self._entries.get(key) is entry for key, entry in self._unsealed.items())
         candidates = {*self._policy.candidates()}
         assert not candidates & (pinned | by_operator), "pinned, and met by each eviction"
         for key in in_policy - candidates - pinned - by_operator:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from cacheengine.kept_pool import check_keep_directory
 from cacheengine.memory import HugePagesMissingError, check_huge_pages
 from warmroute_common.addresses import is_loopback, split_host_port
 from warmroute_common.config_reader import (
@@ -126,6 +127,10 @@ class EngineConfig:
     """The secret, read with the configuration."""
     agent_host: str = setting("127.0.0.1", parse=parse_text)
     """Address that the agent listens on. An address beyond loopback requires a fleet secret."""
+    keep_cpu_dir: Path | None = setting(None, parse=parse_file)
+    """Directory on a tmpfs, such as one below /dev/shm, for the CPU pool's file. The pool outlives
+    vLLM, also a killed one: the next start serves its chunks again. Each replica needs a directory
+    of its own. Off without one. The memory stays in use until the file is deleted."""
     disk_direct_reads: bool = setting(True, parse=parse_bool)
     """Read files with O_DIRECT, bypassing the page cache, unless they are in it already."""
     disk_direct_writes: bool = setting(False, parse=parse_bool)
@@ -170,6 +175,18 @@ class EngineConfig:
                 "is false and there is no other tier, so nothing would be cached",
                 "set local_cpu: true, or local_disk and max_local_disk_size, or remote_url",
             )
+        if self.keep_cpu_dir and self.local_cpu_use_hugepages:
+            raise self._error(
+                "keep_cpu_dir",
+                "cannot be used with local_cpu_use_hugepages, whose memory ends with vLLM",
+                "remove one of them; a tmpfs that is mounted with huge=within_size has large pages",
+            )
+        if self.keep_cpu_dir and not self.local_cpu:
+            raise self._error(
+                "keep_cpu_dir",
+                "is set although local_cpu is false, so the pool has no chunks to keep",
+                "remove keep_cpu_dir, or set local_cpu: true",
+            )
         self._check_remote()
         self._check_listening()
         if self.enable_controller and not self.controller_url:
@@ -211,6 +228,8 @@ class EngineConfig:
                     self.source,
                     missing,
                 )
+        if self.keep_cpu_dir:
+            self._check("keep_cpu_dir", check_keep_directory, self.keep_cpu_dir)
         for directory in self.local_disk:
             self._check_directory(directory)
         self.check_remote_ready()

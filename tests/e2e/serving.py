@@ -117,6 +117,10 @@ class Replica(ReplicaTiers):
         wait_until(f"{self.name}: its engine has ended", lambda: not taken_ports([agent_port]))
         self._group.stop(self.name, kill=True)
 
+    def kill_all(self) -> None:
+        """SIGKILL all its processes at once, its engine and workers included."""
+        self._group.stop(self.name, kill=True)
+
     def stop(self) -> None:
         """End it in order."""
         self._group.stop(self.name)

@@ -10,6 +10,7 @@ from bench.engine import __main__ as bench
 from bench.engine.cases import Case, Contender, as_json, in_turns, table
 from bench.engine.disk import DiskRig, gets, puts
 from bench.engine.index import FullTier, index, key_of
+from bench.engine.kept import kept
 
 
 def case(ours: list[float], limit: list[float], *, bar: float | None = None) -> Case:
@@ -65,6 +66,16 @@ def test_the_put_cases_move_every_byte_and_a_full_tier_stays_full(tmp_path: Path
 def test_the_get_cases_read_warm_and_cold(tmp_path: Path) -> None:
     names = [each.name for each in gets(tmp_path, "get", 3, chunk_bytes=4096, rounds=1)]
     assert names == ["get, 3 x 4 KiB, page cache", "get, 3 x 4 KiB, cold"]
+
+
+def test_a_kept_pool_is_sealed_and_served_after_a_restart() -> None:
+    cases = list(kept([(4, 4096)], rounds=2))
+    assert [each.name.split(" with ")[0] for each in cases] == [
+        "kept: seal 4 chunks of 4 KiB",
+        "kept: 16 stores of 1 chunk of 4 KiB",
+        "kept: restart",
+    ]
+    assert all(len(each.ours) == len(each.limit) == 2 for each in cases)
 
 
 def test_what_is_promoted_is_what_was_put(tmp_path: Path) -> None:

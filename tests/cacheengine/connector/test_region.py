@@ -3,6 +3,7 @@
 import logging
 import multiprocessing
 import os
+import shutil
 import uuid
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -220,6 +221,43 @@ def assert_link_to_nowhere(engine_id: str) -> None:
 def test_a_pool_larger_than_dev_shm_is_refused(engine_id: str) -> None:
     with pytest.raises(RuntimeError, match=r"space in /dev/shm for .* \(max_local_cpu_size\)"):
         open_region(engine_id, 0, hugepages=False, num_chunks=1 << 40)
+
+
+def test_a_kept_pool_outlives_its_processes(engine_id: str) -> None:
+    """All of them map one file, and nobody else does until the last of them has ended."""
+    from cacheengine.kept_pool import KeepDirectoryError, PoolSeals, Seal, open_pool_file
+
+    directory = Path(f"/dev/shm/{engine_id}-kept")
+    size = NUM_CHUNKS * ROW_BYTES + PoolSeals.size_bytes(NUM_CHUNKS)
+    kept: dict[str, Any] = {"hugepages": False, "keep": directory}
+    seal = Seal(5, b"key", b"d" * 16)
+    try:
+        workers = [Worker(engine_id, rank, **kept) for rank in range(RANKS)]
+        for worker in workers:
+            worker.go()
+            assert not worker.has_huge_pages()
+        scheduler = open_region(engine_id, None, **kept)
+        scheduler.forget_name()
+        seals = scheduler.seals("identity")
+        seals.write(seal)
+        seals.close()
+        del seals
+        workers[0].kill()
+        scheduler.cleanup()
+        with pytest.raises(KeepDirectoryError, match="in use by another replica"):
+            open_pool_file(directory, size, wait_s=0.0)
+        workers[1].kill()
+
+        again = open_region(engine_id, None, **kept)
+        row = bytes(again.base_tensor.view(NUM_CHUNKS, ROW_BYTES)[5].numpy())
+        assert row == b"\x01" * PAGE_BYTES + b"\x02" * PAGE_BYTES
+        assert again.seals("identity").kept == [seal]
+        assert again.seals("another").kept == []
+        again.cleanup()
+        with pytest.raises(KeepDirectoryError, match="takes 4247552"):
+            open_region(engine_id, 0, num_chunks=1 << 29, **kept)
+    finally:
+        shutil.rmtree(directory)
 
 
 def test_a_last_page_that_is_not_full(engine_id: str) -> None:

@@ -1,13 +1,18 @@
 """What the spec refuses at start, and what it tells vLLM."""
 
+import shutil
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.cacheengine.helpers import wait_until
 
 pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed"),
@@ -209,6 +214,39 @@ def test_the_manager_ends_what_it_started(configured: Path) -> None:
     assert spec.get_manager() is manager
     assert not list(Path("/dev/shm").glob("vllm_offload_test*")), "the name is gone at once"
     manager.shutdown()
+
+
+def _is_checked(engine: Any) -> bool:
+    return bool(engine.stats().cpu_held_bytes == 0)
+
+
+@pytest.mark.parametrize(
+    ("model", "is_kept"), [(MODEL, True), ({**MODEL, "weights": "other"}, False)]
+)
+def test_a_kept_pool_is_served_by_the_next_manager_of_the_same_model(
+    configured: Path, model: dict[str, str], is_kept: bool
+) -> None:
+    from cacheengine.connector.spec import WarmrouteSpec
+
+    directory = Path(f"/dev/shm/test-{uuid.uuid4()}")
+    configured.write_text(configured.read_text() + f"keep_cpu_dir: {directory}\n")
+    try:
+        counts = []
+        for each in (MODEL, model):
+            spec = WarmrouteSpec(offloading_config(model=each))
+            worker = spec._open_region(rank=0)
+            manager = spec.get_manager()
+            engine = manager.engine
+            wait_until(partial(_is_checked, engine))
+            counts.append(engine.stats().cpu_used_bytes // spec.kv_bytes_per_chunk)
+            if not counts[-1]:
+                reservation = engine.prepare_store([b"a" * 32, b"b" * 32])
+                engine.complete_store(reservation.keys)
+            manager.shutdown()
+            worker.cleanup()
+        assert counts == [0, 2 if is_kept else 0]
+    finally:
+        shutil.rmtree(directory)
 
 
 @pytest.mark.usefixtures("worker_memory")

@@ -26,10 +26,13 @@ from hypothesis.stateful import (
     rule,
 )
 
+from cacheengine.bulk import checksum
 from cacheengine.engine.engine import CacheEngine
+from cacheengine.kept_pool import PoolSeals, Seal
 from cacheengine.memory import Pool
 from cacheengine.residency.decisions import Presence, Promotion
 from cacheengine.residency.eviction_policies import POLICY_NAMES
+from cacheengine.residency.pool_index import PoolEntry
 from cacheengine.residency.shared_index import SharedIndex
 from cacheengine.tiers.tier import Chunk, GetOutcome, PutOutcome
 from tests.cacheengine.helpers import (
@@ -97,6 +100,10 @@ class EngineMachine(RuleBasedStateMachine):
     """Rules are what vLLM's scheduler, the agent, other engines and the I/O threads may do."""
 
     local_cpu = True
+    kept_before: Sequence[bytes] = ()
+
+    def _make_seals(self) -> PoolSeals | None:
+        return None
 
     @initialize(
         disk_items=st.sampled_from([0, 3, 8]),
@@ -120,6 +127,7 @@ class EngineMachine(RuleBasedStateMachine):
             ),
             layout(),
             self.pool,
+            seals=self._make_seals(),
             clock=self.clock,
             tier=self.tier,
             remote=self.remote if has_remote else None,
@@ -133,7 +141,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.held: Counter[bytes] = Counter()
         self.held_slots: dict[bytes, int] = {}
         self.hidden_holds: set[bytes] = set()
-        self.stored: set[bytes] = set()  # by us or others, and not cleared since
+        self.stored = {*self.kept_before}  # by us or others, and not cleared since
         self.kept: dict[str, set[bytes]] = {"cpu": set(), "disk": set()}
         self.promotions: list[Promotion] = []
         self.events: dict[str, set[bytes]] = {"cpu": set(), "disk": set(), "remote": set()}
@@ -495,6 +503,54 @@ class StagingMachine(EngineMachine):
     local_cpu = False
 
 
+class KeptMachine(EngineMachine):
+    """The same with a pool that is kept, and chunks of an earlier run.
+
+    The process may be killed after any step: all seals must be right at all times.
+    """
+
+    kept_before = UNIVERSE[:2]
+
+    def _make_seals(self) -> PoolSeals:
+        index = memoryview(bytearray(PoolSeals.size_bytes(SLOTS)))
+        earlier = PoolSeals(index, "identity", SLOTS)
+        for slot, chunk in enumerate(self.kept_before):
+            self.pool.view(slot)[:] = payload(chunk)
+            earlier.write(Seal(slot, chunk, checksum(self.pool.view(slot))))
+        self.unchecked = {*self.kept_before}
+        self.read: list[tuple[PoolEntry, bytes]] = []
+        self.seals = PoolSeals(index, "identity", SLOTS)
+        return self.seals
+
+    @precondition(lambda self: self.unchecked)
+    @rule(number=st.integers(0, SLOTS), are_intact=st.booleans())
+    def check_a_kept_chunk(self, number: int, are_intact: bool) -> None:
+        chunk = sorted(self.unchecked)[number % len(self.unchecked)]
+        self.unchecked.remove(chunk)
+        self.engine.end_check([chunk], are_intact=are_intact)
+
+    @rule()
+    def read_an_unsealed_chunk(self) -> None:
+        entries = self.engine.take_unsealed(1)
+        self.read += [(each, checksum(self.pool.view(each.slot))) for each in entries]
+
+    @rule()
+    def seal_what_was_read(self) -> None:
+        self.engine.seal(self.read)
+        self.read = []
+
+    @invariant()
+    def seals_are_right(self) -> None:
+        for slot, chunk, digest in self.seals.read():
+            assert bytes(self.pool.view(slot)) == payload(chunk)
+            assert checksum(self.pool.view(slot)) == digest
+
+    def teardown(self) -> None:
+        if hasattr(self, "unchecked"):
+            self.engine.end_check([*self.unchecked], are_intact=True)
+            super().teardown()
+
+
 _SETTINGS = settings(
     max_examples=100,
     stateful_step_count=50,
@@ -505,3 +561,5 @@ TestEngine = EngineMachine.TestCase
 TestEngine.settings = _SETTINGS
 TestStaging = StagingMachine.TestCase
 TestStaging.settings = _SETTINGS
+TestKept = KeptMachine.TestCase
+TestKept.settings = _SETTINGS

@@ -18,6 +18,7 @@ def config() -> EngineConfig:
         lmcache_worker_port=8090,
         distributed_url="[::1]:8200",
         local_disk=(Path("/a"), Path("/b")),
+        keep_cpu_dir=Path("/dev/shm/one"),
         max_local_disk_size=1.0,
         max_local_cpu_size=2.0,
         openai_url="http://:8000",
@@ -34,6 +35,7 @@ def test_every_other_rank_has_a_name_and_ports_and_directories_of_its_own() -> N
     assert third.lmcache_worker_port == 8092
     assert third.distributed_url == "[::1]:8202"
     assert third.local_disk == (Path("/a/dp2"), Path("/b/dp2"))
+    assert third.keep_cpu_dir == Path("/dev/shm/one/dp2")
     assert third.openai_url is None
     assert (third.max_local_cpu_size, third.max_local_disk_size) == (2.0, 1.0)
 
