@@ -115,10 +115,11 @@ def arguments(method: Callable[..., object]) -> list[str]:
 
 PUBLIC = {
     "WarmrouteConnector": set(),
-    "WarmrouteManager": SINCE_0_33 | {"weights_changed", "expect_batches"},
+    "WarmrouteManager": SINCE_0_33
+    | {"weights_changed", "expect_batches", "looked_up", "note_lookup"},
     "WarmrouteSpec": SINCE_0_33,
     "CpuCopyWorker": set(),
-    "PoolRegion": {"has_huge_pages", "check_shared", "forget_name"},
+    "PoolRegion": {"has_huge_pages", "check_shared", "forget_name", "seals"},
 }
 """Public names of ours that vLLM has none of."""
 
