@@ -289,7 +289,9 @@ class MoveStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Now held by the destination, those it had before included."""
     moved_bytes: int
     error: str = ""
-    """Why not all chunks arrived; also why there was none to move, which is ``done``."""
+    """Why not all chunks arrived."""
+    note: str = ""
+    """Why there was none to move: that is no failure."""
 
 
 class Registration(

@@ -71,7 +71,7 @@ class MoveJob:
     """The running fetch, whose counts are current."""
     held_chunks: int = 0
     moved_bytes: int = 0
-    nothing: str = ""
+    note: str = ""
     """Why there is nothing to move, if so."""
     error: str = ""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -97,7 +97,8 @@ class MoveJob:
             asked_chunks=len(self.keys),
             arrived_chunks=self.held_chunks,
             moved_bytes=self.moved_bytes,
-            error=(self.error or self.nothing)[:_MAX_ERROR_CHARS],
+            error=self.error[:_MAX_ERROR_CHARS],
+            note=self.note,
         )
         self.keys, self.fetch = [], None
         self.ended.set()
@@ -155,7 +156,7 @@ class MoveJobs:
             keys=keys,
             source=source,
             address=address,
-            nothing=nothing and f"nothing to move: {nothing}",
+            note=nothing and f"nothing to move: {nothing}",
         )
         task = asyncio.create_task(self._run(move))
         self._running[task] = move

@@ -282,8 +282,7 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
             meter = TransferMeter()
             transfer_port = self._serve_transfers(engine, meter, undo)
             versions = KvVersions(locate)
-            undo.callback(versions.stop_checking)
-            versions.start_checking()
+            undo.callback(versions.close)
             identity = self._identity(transfer_port)
             directory = Path(self.model.tokenizer) if self.model.tokenizer else None
             tokenizer = ServedTokenizer(directory, self.settings.chat_template)

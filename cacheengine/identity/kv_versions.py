@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Final
 
 import xxhash
@@ -30,6 +31,7 @@ _SETTLED_NS: Final = 2_000_000_000
 """A file that was changed more recently may change again without a new time of change."""
 _MOST_KEPT: Final = 4096
 _MOST_KEPT_BYTES: Final = 1 << 20
+_KEEPING: Final = threading.Lock()
 
 FileStates = tuple[tuple[str, int, int, int, int], ...]
 """Name, size, inode, modification time (ns) and change time (ns) of each file."""
@@ -145,17 +147,19 @@ def _kept_digests() -> dict[str, str]:
     try:
         text = _digests_file().read_bytes()[: _MOST_KEPT_BYTES + 1]
         kept = json.loads(text)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RuntimeError):  # RuntimeError: there is no home directory
         return {}
     is_sound = isinstance(kept, dict) and all(isinstance(each, str) for each in kept.values())
     return kept if is_sound else {}
 
 
 def _keep_digest(name: str, digest: str) -> None:
-    path = _digests_file()
-    kept = [*_kept_digests().items(), (name, digest)][-_MOST_KEPT:]
-    draft = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")
-    with contextlib.suppress(OSError, RuntimeError):  # then the next start reads the file again
+    # The lock is for two threads that both read before one of them has written: that digest would
+    # be lost. Without a digest the next start reads the file again.
+    with _KEEPING, contextlib.suppress(OSError, RuntimeError):
+        path = _digests_file()
+        draft = path.with_suffix(f".{os.getpid()}.tmp")
+        kept = [*_kept_digests().items(), (name, digest)][-_MOST_KEPT:]
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         draft.write_text(json.dumps(dict(kept)))
         draft.replace(path)
@@ -165,10 +169,8 @@ logger = logging.getLogger("vllm.warmroute")
 
 _KEY64_BYTES: Final = 8
 _MOST_ADAPTERS: Final = 65_536
-_CHECK_S: Final = 1.0
-_LEAST_CHECK_S: Final = 0.05
-_CHECK_SHARE: Final = 0.05
-"""The most of one processor that checks of many adapters' files may take."""
+_PATIENCE_S: Final = 0.05
+"""How long vLLM's scheduler waits for a file system; usually it takes 0.1 to 0.2 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,12 +216,16 @@ class _Loaded:
     digest: str
 
 
+_Load = tuple[int, str, str]
+"""An adapter's load number, name and path."""
+
+
 class KvVersions:
     """The versions of one replica's KV over time. Thread-safe.
 
     ``locate`` returns the files of an adapter, given its path; None if it cannot find them. A
-    thread looks at the files of loaded adapters (`start_checking`): the scheduler must not wait for
-    a file system.
+    thread looks at the files of loaded adapters: the scheduler must not wait long for a file
+    system. While it does not answer, the KV of its adapters is not cached.
     """
 
     def __init__(self, locate: Callable[[str], WeightFiles | None] | None = None) -> None:
@@ -231,56 +237,58 @@ class KvVersions:
         self._stale_adapters: set[tuple[str, str]] = set()
         # The digests of adapters whose KV vLLM's cache may hold.
         self._in_gpu: dict[tuple[str, str], str] = {}
-        self._loaded: OrderedDict[tuple[int, str, str], _Loaded | None] = OrderedDict()
+        self._loaded: OrderedDict[_Load, _Loaded | None] = OrderedDict()
         # vLLM's thread loads and uses adapters; the agent's thread looks them up by name.
         self._lock = threading.Lock()
-        self._is_wanted = threading.Event()
-        self._stopped = threading.Event()
+        self._questions: SimpleQueue[tuple[_Load, threading.Event] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._last_answer: threading.Event | None = None
         self.empty_gpu: Callable[[], bool] = lambda: True
         """Clears vLLM's own cache; returns False if that is in use."""
 
-    def start_checking(self) -> None:
-        """Call `check_adapters` on a thread until `stop_checking`.
+    def close(self) -> None:
+        """End the thread; one that waits for a file system is not waited for."""
+        self._questions.put(None)
 
-        That is once a second, and when a request with an adapter arrives: before its first chunk is
-        computed, as a rule.
+    def _knows_files(self, adapter: LoraAdapter) -> bool:
+        """Look at a loaded adapter's files; return False if the file system is late.
+
+        vLLM reads the files again after it has dropped an adapter to free memory. Nothing more is
+        asked while an answer is late. Only the scheduler's thread calls this, without the lock.
         """
-        threading.Thread(target=self._check, name="kv-adapters", daemon=True).start()
+        load = (adapter.load_id, adapter.name, adapter.path)
+        if self._loaded.get(load) is None:
+            return True
+        if self._last_answer is not None and not self._last_answer.is_set():
+            return False
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._look, name="kv-adapters", daemon=True)
+            self._thread.start()
+        self._last_answer = threading.Event()
+        self._questions.put((load, self._last_answer))
+        return self._last_answer.wait(_PATIENCE_S)
 
-    def stop_checking(self) -> None:
-        """End that; a thread that waits for a file system is not waited for."""
-        self._stopped.set()
-        self._is_wanted.set()
+    def _look(self) -> None:
+        while (question := self._questions.get()) is not None:
+            load, answered = question
+            self._look_at(load)
+            answered.set()
 
-    def _check(self) -> None:
-        took_s = 0.0
-        while not self._stopped.wait(max(_LEAST_CHECK_S, took_s / _CHECK_SHARE)):
-            self._is_wanted.wait(_CHECK_S)
-            self._is_wanted.clear()
-            began_s = time.monotonic()
-            self.check_adapters()
-            took_s = time.monotonic() - began_s
-
-    def check_adapters(self) -> None:
-        """Stop caching for adapters whose files have changed since they were loaded.
-
-        vLLM reads the files again after it has dropped an adapter to free memory.
-        """
+    def _look_at(self, load: _Load) -> None:
+        """Stop caching for an adapter whose files have changed since they were loaded."""
+        _, name, path = load
+        before = self._loaded.get(load)
+        if before is None or self._states(path) == before.states:
+            return
         with self._lock:
-            loaded = [each for each in self._loaded.items() if each[1] is not None]
-        for load, before in loaded:
-            _, name, path = load
-            if before is None or self._states(path) == before.states:
-                continue
-            with self._lock:
-                if self._loaded.get(load) is not before:
-                    continue
-                self._loaded[load] = None
-            logger.warning(
-                "LoRA adapter %s: its files in %s have changed since it was loaded. Its KV is "
-                "cached in the GPU only; unload the adapter and load it again",
-                *(name, path),
-            )
+            if self._loaded.get(load) is not before:
+                return  # loaded again meanwhile
+            self._loaded[load] = None
+        logger.warning(
+            "LoRA adapter %s: its files in %s have changed since it was loaded. Its KV is "
+            "cached in the GPU only; unload the adapter and load it again",
+            *(name, path),
+        )
 
     def weights_changed(self) -> None:
         """Begin an epoch: chunks stored so far are no longer found, in any tier."""
@@ -325,6 +333,7 @@ class KvVersions:
 
     def of_request(self, adapter: LoraAdapter | None) -> KvVersion:
         """Return the version of the KV of a request that arrives now."""
+        knows_files = adapter is None or self._knows_files(adapter)
         with self._lock:
             if self._is_gpu_stale or self._stale_adapters:
                 self._try_to_empty_gpu()
@@ -334,13 +343,14 @@ class KvVersions:
                 return KvVersion(self._epoch)
             name = (adapter.name, adapter.path)
             digest = self._digest(adapter)
-            self._is_wanted.set()
-            if digest is None or name in self._stale_adapters:
+            if digest is None or not knows_files or name in self._stale_adapters:
                 return UNCACHED
             return KvVersion(self._epoch, digest)
 
     def is_current(self, version: KvVersion, adapter: LoraAdapter | None) -> bool:
         """Whether KV that is made now for a request has the version it had on arrival."""
+        if adapter is not None and version.is_cached and not self._knows_files(adapter):
+            return False
         with self._lock:
             if not version.is_cached or version.epoch != self._epoch or self._is_gpu_stale:
                 return False

@@ -224,7 +224,8 @@ class AcceptedMove:
             "arrived_tokens": status.arrived_chunks * self.chunk_tokens,
             "moved_bytes": status.moved_bytes,
         }
-        return {**reply, "error": status.error} if status.error else reply
+        why = status.error or status.note
+        return {**reply, "error": why} if why else reply
 
 
 class AgentCaller:

@@ -102,6 +102,7 @@ async def test_a_copy_is_at_both(fleet: Fleet) -> None:
         "arrived_chunks": 20,
         "moved_bytes": 20 * CHUNK_BYTES,
         "error": "",
+        "note": "",
     }
     assert fleet.first.holds() == fleet.second.holds() == 20
     assert fleet.second.bench.has_right_bytes(PREFIX)
@@ -201,7 +202,8 @@ async def test_nothing_to_move_is_done_at_once(fleet: Fleet, tokens: int, why: s
     begun = await fleet.begin(tokens=[1] * tokens)
     assert begun["num_tokens"] == 0
     ended = await fleet.status(begun["event_id"])
-    assert (ended["state"], ended["asked_chunks"], ended["error"]) == ("done", 0, why)
+    assert (ended["state"], ended["asked_chunks"], ended["note"]) == ("done", 0, why)
+    assert not ended["error"], "that is no failure"
 
 
 async def test_what_the_destination_had_counts_as_arrived(fleet: Fleet) -> None:

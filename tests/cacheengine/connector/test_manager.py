@@ -485,7 +485,6 @@ def test_requests_of_an_adapter_have_keys_of_its_files(
     version = scheduler.manager.keys.versions.of_name(("a", str(tmp_path / "a")))
     assert scheduler.bench.engine.match([version.stored_key(key(1))]) == ["cpu"]
     (tmp_path / "a" / "adapter_config.json").write_text("{ }")
-    scheduler.manager.keys.versions.check_adapters()
     nothing = scheduler.manager.prepare_store(offload_keys(2), scheduler.context)
     assert nothing is not None
     assert nothing.keys_to_store == [], "vLLM may have read the new files by now"

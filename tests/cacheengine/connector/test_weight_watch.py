@@ -114,7 +114,6 @@ def test_an_adapter_counts_as_its_files_were_when_it_was_loaded(
     assert watched.core.add_lora(LoRARequest("name", 1, str(tmp_path)))
     (tmp_path / "adapter_config.json").write_text("{ }")
     adapter = LoraAdapter("name", str(tmp_path), 1)
-    watched.manager.versions.check_adapters()
     assert not watched.manager.versions.of_request(adapter).is_cached
     assert watched.core.add_lora(LoRARequest("name", 2, str(tmp_path)))
     again = LoraAdapter("name", str(tmp_path), 2)

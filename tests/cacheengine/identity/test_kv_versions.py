@@ -1,6 +1,7 @@
 """Which weights a request's KV is of, from adapters and in-place updates."""
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -107,7 +108,6 @@ def test_an_adapter_that_changes_while_loaded_is_not_cached(tmp_path: Path) -> N
     named = adapter(tmp_path / "a")
     version = versions.of_request(named)
     adapter(tmp_path / "a", content="22")
-    versions.check_adapters()
     assert not versions.is_current(version, named)
     assert versions.of_request(named) == UNCACHED
     adapter(tmp_path / "a", content="1")
@@ -150,34 +150,29 @@ def test_one_that_changed_between_its_load_and_its_first_request(tmp_path: Path)
     os.utime(
         tmp_path / "a" / "adapter_model.safetensors", ns=(times.st_atime_ns, times.st_mtime_ns)
     )
-    versions.check_adapters()
     assert versions.of_request(named) == UNCACHED
 
 
-def test_a_loaded_adapter_costs_its_requests_no_file_system_call(tmp_path: Path) -> None:
-    asked: list[str] = []
+def test_a_file_system_that_hangs_does_not_stop_the_scheduler(tmp_path: Path) -> None:
+    """The files may be what was loaded: nothing is stored or found until that is known."""
+    answers = threading.Event()
+    answers.set()
 
     def locate(path: str) -> WeightFiles:
-        asked.append(path)
+        answers.wait()
         return WeightFiles(Path(path))
 
     versions = KvVersions(locate)
     named = adapter(tmp_path / "a")
-    versions.adapter_loaded(named, versions.adapter_states(named))
-    asked.clear()
     version = versions.of_request(named)
     assert versions.is_current(version, named) and version.is_cached
-    assert asked == []
-
-
-def test_a_thread_finds_out_that_an_adapter_has_changed(tmp_path: Path) -> None:
-    versions = KvVersions()
-    named = adapter(tmp_path / "a")
-    assert versions.of_request(named).is_cached
-    versions.start_checking()
-    adapter(tmp_path / "a", content="22")
-    wait_until(lambda: versions.of_request(named) == UNCACHED)
-    versions.stop_checking()
+    answers.clear()
+    assert versions.of_request(named) == UNCACHED
+    assert not versions.is_current(version, named)
+    answers.set()
+    wait_until(lambda: versions.is_current(version, named))
+    assert versions.of_request(named) == version
+    versions.close()
 
 
 def test_an_adapter_whose_files_are_nowhere_is_not_cached(tmp_path: Path) -> None:
