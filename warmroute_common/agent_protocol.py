@@ -291,7 +291,7 @@ class MoveStatus(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     """Why not all chunks arrived."""
     note: str = ""
-    """Why there was none to move: that is no failure."""
+    """Why there was none to move, which is not a failure."""
 
 
 class Registration(

@@ -348,7 +348,7 @@ class Round:
     def run(self, tell: Callable[[Sample], None], *, killing: ProcessGroup | None = None) -> None:
         """Measure every row, in order; raise what stands in the way.
 
-        ``killing`` is what runs the replicas, if one of them is to be killed.
+        ``killing`` is what runs the replicas, if the demo kills one of them.
         """
         stage = self._stage
         cold = self.compute()

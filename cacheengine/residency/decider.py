@@ -47,9 +47,10 @@ class Decider:
             index.name: Cascade(self.state, index, share) for index in lower
         }
         remotes = [index for index in lower if isinstance(index, SharedIndex)]
-        self._remote = remotes[0] if remotes else None
         self.promoter = Promoter(self.state, self.cascades)
-        self.promotions = PrefixPromotions(self.state, self.promoter, self._remote)
+        self.promotions = PrefixPromotions(
+            self.state, self.promoter, remotes[0] if remotes else None
+        )
 
     # --- lookups ---
 
@@ -105,13 +106,7 @@ class Decider:
         for index in self.state.lower:
             for key in reversed(keys):
                 index.touch(key)
-        if self._remote is None:
-            return
-        job_is_queued = self._remote.has_questions
-        for key in keys:
-            self._remote.renew(key, now_s)
-        if self._remote.has_questions and not job_is_queued:
-            self.state.work.has_questions = True
+        self.promotions.renew(keys, now_s)
 
     # --- holds ---
 

@@ -366,13 +366,29 @@ class PrefixPromotions:
         remote = self._remote
         if remote is None:
             return False
-        # One job takes all questions there are: a job for each would pile up behind a slow one,
-        # as each step looks everything up again.
         job_is_queued = remote.has_questions
         will_be_answered = remote.ask(key, now_s)
+        self._queue_job(remote, job_is_queued=job_is_queued)
+        return will_be_answered and not remote.is_late(now_s)
+
+    def renew(self, keys: Sequence[bytes], now_s: float) -> None:
+        """Note a use of chunks: the remote tier is asked again for those it was not for long."""
+        remote = self._remote
+        if remote is None:
+            return
+        job_is_queued = remote.has_questions
+        for key in keys:
+            remote.renew(key, now_s)
+        self._queue_job(remote, job_is_queued=job_is_queued)
+
+    def _queue_job(self, remote: SharedIndex, *, job_is_queued: bool) -> None:
+        """Have the questions asked that came up.
+
+        One job takes all there are: a job for each would pile up behind a slow one, as each step
+        looks everything up again.
+        """
         if remote.has_questions and not job_is_queued:
             self._state.work.has_questions = True
-        return will_be_answered and not remote.is_late(now_s)
 
     def _ask_on(self, prefix: PrefixPromotion, now_s: float) -> bool:
         """Ask for a portion of what follows the chunk that a promotion has come to.

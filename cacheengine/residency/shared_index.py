@@ -27,9 +27,9 @@ _CLEARED: Final = -1
 class SharedIndex(LowerIndex):
     """Keys known to be held, least recent first; keys known to be absent for a while.
 
-    ``max_held`` and ``max_absent`` bound how many are known (``max_absent`` also for how many it is
-    known when they were asked for). After a question that the tier does
-    not answer, and after a read that fails, nothing can be read or asked until a ping is answered:
+    ``max_held`` and ``max_absent`` bound how many are known. ``max_absent`` also bounds for how
+    many the time of the last question is known. After a question that the tier does not answer, and
+    after a read that fails, nothing can be read or asked until a ping is answered:
     no request waits to find out whether the server is well again. A ping is due every second; the
     store decides for how long a server is left alone.
 

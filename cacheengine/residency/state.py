@@ -99,8 +99,8 @@ class CacheState:
         self.events = EventLog()
         self.stats = EngineStats()
         self.dropped: dict[str, OrderedDict[bytes, int]] = {}
-        """By tier: chunks whose put is to be tried again, the first dropped at the front, and how
-        often it was tried."""
+        """By tier: chunks whose dropped put will be tried again, the first dropped at the front,
+        and how often it was tried."""
         self.waiters: dict[bytes, list[Promotion]] = {}
         """Promotions by the chunk that they wait for, which is on its way into the pool."""
         self._work: PendingWork | None = None

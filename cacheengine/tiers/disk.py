@@ -243,7 +243,7 @@ class DiskPath:
     def scan(self) -> dict[bytes, int]:
         """Return the complete files and their times of use; remove the others.
 
-        What cannot be listed is left where it is, with a warning.
+        A directory that cannot be listed stays as it is, with a warning.
         """
         return self._files.stored(
             self._file.file_bytes,

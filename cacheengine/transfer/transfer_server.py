@@ -241,7 +241,7 @@ class TransferServer:
         )
 
     def stop(self, timeout_s: float = _JOIN_S) -> None:
-        """Stop listening, close all connections; wait for all their threads, so long together."""
+        """Stop listening, close all connections; wait ``timeout_s`` for all threads together."""
         ends_s = time.monotonic() + timeout_s
         with self._lock:
             self._stopping.set()
