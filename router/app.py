@@ -310,6 +310,7 @@ def _sizes(fleet: Fleet, admission: AdmissionController, lmcache: Lmcache) -> di
     return {
         "index": len(fleet.index),
         "sessions": len(fleet.sessions),
+        "output_lengths": len(fleet.output_lengths),
         "waiting": len(admission),
         "lmcache": len(lmcache),
         "lmcache_workers": 0 if lmcache.workers is None else len(lmcache.workers.registry),

@@ -251,6 +251,8 @@ def render(replica: SimulatedReplica) -> str:
         ("external_prefix_cache_hits_total", "counter", below),
         ("prompt_tokens_total", "counter", totals.queries),
         ("generation_tokens_total", "counter", totals.generated),
+        ("inter_token_latency_seconds_count", "counter", totals.between_tokens),
+        ("inter_token_latency_seconds_sum", "counter", totals.between_tokens_s),
         ("num_preemptions_total", "counter", totals.preempted),
         ("request_success_total", "counter", totals.finished),
     ]

@@ -190,7 +190,7 @@ def _rates(rates: CostModel) -> dict[str, Any]:
     """Return a replica's rates, by the names of the ``rates`` in the configuration.
 
     ``measured`` has, for each rate that is more than a start value, how much it was measured on:
-    tokens (prefill, attention, decode) or bytes.
+    tokens (prefill, attention, decode, output) or bytes.
     """
     prefill_s, attention_s = rates.seconds(CostPart.PREFILL), rates.seconds(CostPart.ATTENTION)
     return {
@@ -202,5 +202,6 @@ def _rates(rates: CostModel) -> dict[str, Any]:
         "disk_bytes_per_s": rates.per_second(CostPart.DISK),
         "remote_bytes_per_s": rates.per_second(CostPart.REMOTE),
         "peer_bytes_per_s": rates.per_second(CostPart.PEER),
+        "output_tokens_per_s": rates.per_second(CostPart.OUTPUT),
         "measured": {part.name.lower(): rates.measured_on(part) for part in rates.measured()},
     }

@@ -71,10 +71,11 @@ def _totals(state: State) -> Text:
     turns = sessions["turns"]
     spilled = f", {_percent(sessions['spills'] / turns)} spilled" if turns else ""
     figures = [
-        (f"{totals['requests_per_s']:.1f}", " requests/s", ""),
+        (f"{totals['requests_per_s']:.1f}", " req/s", ""),
         (_percent(totals["warmth"]), " matched", ""),
-        (_median(totals["warm"]), " warm TTFT", _COLOURS["gpu"]),
-        (_median(totals["cold"]), " cold TTFT", _COLOURS["remote"]),
+        (_median(totals["warm"]), " TTFT warm", _COLOURS["gpu"]),
+        (_median(totals["cold"]), " cold", _COLOURS["remote"]),
+        (_median(totals["tpot"]), " TPOT", ""),
         (f"{totals['in_flight']}", f" in flight{waiting}", ""),
         (f"{sessions['count']:,}", f" sessions{spilled}", ""),
     ]
@@ -166,7 +167,7 @@ def _requests(requests: Sequence[State]) -> RenderableType:
     table = _table("ended", "replica", "why")
     table.add_column("prompt", justify="right")
     table.add_column(Text.assemble(*_legend()))
-    for name in ("predicted", "TTFT", "status"):
+    for name in ("predicted", "TTFT", "TPOT", "status"):
         table.add_column(name, justify="right")
     for each in requests:
         table.add_row(*_request(each))
@@ -187,12 +188,14 @@ def _request(request: State) -> Sequence[Text]:
         _split(request),
         Text(_seconds(request["predicted_s"]), "dim"),
         Text(_seconds(request["ttft_s"]), "" if request["streamed"] else "dim"),
+        Text(_seconds(request["tpot_s"])),
         Text(str(ending), "" if is_ok else "bold red"),
     ]
 
 
 def _legend() -> Sequence[tuple[str, str]]:
-    return [(f"{name} ", f"not dim {colour}") for name, colour in _COLOURS.items()]
+    """Return the tiers' names in their colours; what has none of them was computed."""
+    return [(f"{name} ", f"not dim {_COLOURS[name]}") for name in _TIERS]
 
 
 def _split(request: State) -> Text:
@@ -220,8 +223,8 @@ def _number(value: int) -> Text:
     return Text(f"{value:,}", "bold" if value else "dim")
 
 
-def _median(ttfts: State | None) -> str:
-    return _seconds(None if ttfts is None else ttfts["p50_s"])
+def _median(times: State | None) -> str:
+    return _seconds(None if times is None else times["p50_s"])
 
 
 def _percent(share: float | None) -> str:

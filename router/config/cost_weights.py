@@ -29,6 +29,8 @@ class CostWeights:
     least_copy_gain_s: float = 0.15
     """Seconds. A copy that saves less is not made: the calls to two agents take time that the
     rates do not contain."""
+    output_tokens: float = 256.0
+    """Tokens. Start value of the expected length of an answer."""
     recent_s: float = 30.0
     """Seconds. Time constant of the recent load: longer than a turn, shorter than a session."""
     recent_requests: int = 50

@@ -161,6 +161,8 @@ class RatesConfig:
     """Size of one token's KV. An agent reports its replica's value."""
     decode_slowdown: float = setting(0.02, at_least=0)
     """How much each running decode slows a prefill down (0.02: by 2%)."""
+    output_tokens_per_s: float = setting(50.0, above=0)
+    """Tokens of one answer per second, after its first one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -457,15 +457,17 @@ class HealthMonitor:
             self._fleet.set_kv_capacity(replica.id, tokens)
 
     def _note_speeds(self, watched: _Watched, metrics: str) -> None:
-        """Measure the speeds of a server without an engine of ours; that one measures better."""
-        replica = watched.replica
-        if replica.config.agent_url is not None:
-            return
+        """Measure the server's speeds; most of them an engine of ours measures better."""
+        replica, rates = watched.replica, watched.replica.rates
         for each in watched.speeds.read(metrics, vllm_counters(replica.kv_bytes_per_token)):
-            if each.part is CostPart.PREFILL:
-                replica.rates.report_prefill(each.per_second, each.measured_on)
+            if each.part is CostPart.OUTPUT:
+                rates.report_output(each.per_second, each.measured_on)
+            elif replica.config.agent_url is not None:
+                continue
+            elif each.part is CostPart.PREFILL:
+                rates.report_prefill(each.per_second, each.measured_on)
             else:
-                replica.rates.report(*each)
+                rates.report(*each)
 
     async def _ask_load(self, replica: Replica) -> None:
         timeout_s = self._timeouts.health_timeout_s

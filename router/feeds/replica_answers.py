@@ -28,6 +28,7 @@ _LOAD: Final = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 SLEEP_STATE: Final = "vllm:engine_sleep_state{"
 _LEAST_TOKENS: Final = 2048
 """Fewer tokens, prefilled or loaded, say little about the speed."""
+_LEAST_OUTPUT_TOKENS: Final = 64
 
 
 async def fetch_models(
@@ -167,6 +168,12 @@ def vllm_counters(kv_bytes_per_token: float) -> tuple[SpeedCounters, ...]:
             amount="vllm:request_prefill_kv_computed_tokens_sum",
             time="vllm:request_prefill_time_seconds_sum",
             least=_LEAST_TOKENS,
+        ),
+        SpeedCounters(
+            part=CostPart.OUTPUT,
+            amount="vllm:inter_token_latency_seconds_count",
+            time="vllm:inter_token_latency_seconds_sum",
+            least=_LEAST_OUTPUT_TOKENS,
         ),
         SpeedCounters(
             part=CostPart.LOAD,

@@ -39,6 +39,8 @@ _KNOWN_TICKS: Final = 60
 """Seconds after which a rate that was not measured again counts as not known."""
 _COPY_KEPT: Final = 0.75
 """Weight of a copy after the next one."""
+_ANSWER_KEPT: Final = 0.9
+"""Weight of an answer's output tokens after the next answer: about the last 10 count."""
 _ALONE_KEPT: Final = 9
 """Prefills of which the median is taken, for a server that reports no rates."""
 _LEAST_ALONE_TOKENS: Final = 256
@@ -66,6 +68,8 @@ class CostPart(IntEnum):
     """A byte, from a remote store to CPU RAM."""
     PEER = 7
     """A byte, from another replica to CPU RAM."""
+    OUTPUT = 8
+    """A token of an answer, after its first one (TPOT): with the steps that prefills lengthen."""
 
 
 _COMPUTING: Final = (CostPart.PREFILL, CostPart.ATTENTION, CostPart.DECODE)
@@ -182,6 +186,7 @@ class CostModel:
             1 / config.disk_bytes_per_s,
             1 / config.remote_bytes_per_s,
             1 / config.peer_bytes_per_s,
+            1 / config.output_tokens_per_s,
         )
         self._seconds = list(self._start)
         self._measured_on: dict[CostPart, float] = {}
@@ -190,6 +195,9 @@ class CostModel:
         """How many ticks ago that grew last; without an entry the rate is a start value."""
         self._copied = (0.0, 0.0)
         """Bytes and seconds of the last copies."""
+        self._answered = (0.0, 0.0)
+        """Output tokens and seconds of the last answers."""
+        self._reports_output = False
         self._reports_compute = False
         self._alone: deque[float] = deque(maxlen=_ALONE_KEPT)
 
@@ -301,6 +309,29 @@ class CostModel:
         measured_on = self.measured_on(CostPart.PEER) + nbytes
         self.report(CostPart.PEER, per_second, measured_on)
 
+    def report_output(self, tokens_per_s: float, tokens: float) -> None:
+        """Set the output tokens per second of one answer, as a server says that it computes them.
+
+        ``tokens`` is how many it has computed since its start.
+        """
+        self._reports_output = True
+        self.report(CostPart.OUTPUT, tokens_per_s, tokens)
+
+    def note_answer(self, output_tokens: int, seconds: float) -> None:
+        """Measure output tokens per second on an answer, unless the server reports them.
+
+        ``output_tokens`` came within ``seconds`` after the first one. Later answers count more.
+        """
+        if self._reports_output or output_tokens <= 0 or seconds <= 0:
+            return
+        tokens, answered_s = self._answered
+        self._answered = (
+            _ANSWER_KEPT * tokens + output_tokens,
+            _ANSWER_KEPT * answered_s + seconds,
+        )
+        measured_on = self.measured_on(CostPart.OUTPUT) + output_tokens
+        self.report(CostPart.OUTPUT, self._answered[0] / self._answered[1], measured_on)
+
     def tick(self, *, is_idle: bool = True) -> None:
         """Forget a speed that was not measured for a minute; to be called once a second.
 
@@ -316,6 +347,8 @@ class CostModel:
                 self._seconds[part] = self._start[part]
                 if part is CostPart.PEER:
                     self._copied = (0.0, 0.0)
+                elif part is CostPart.OUTPUT:
+                    self._answered = (0.0, 0.0)
                 elif part is CostPart.PREFILL:
                     self._alone.clear()
 

@@ -14,6 +14,7 @@ from router.config.settings import ReplicaConfig, RouterConfig
 from router.fleet.cost_model import RecentWork
 from router.fleet.decision import Decision
 from router.fleet.in_flight import PrefillTracker, Ticket
+from router.fleet.output_lengths import OutputLengths
 from router.fleet.replica import Replica, Replicas, ReplicaState, Signal
 from router.fleet.sessions import Sessions
 from router.index.kv_events import (
@@ -59,6 +60,7 @@ class Fleet:
             self.replicas.add(each, config.rates, weights)
         self.index = PrefixIndex(self._index_keys())
         self.sessions = Sessions(config.sessions.max_sessions, config.sessions.ttl_s, weights)
+        self.output_lengths = OutputLengths(config.sessions.max_sessions, weights)
         self.prefills = PrefillTracker()
         self.started = 0
         """Requests ever started."""

@@ -156,6 +156,11 @@ class Ticket:
             self._move(PhaseEvent.SENT, now_s)
 
     @property
+    def session(self) -> str | None:
+        """The session of the request, if it has one."""
+        return self._session
+
+    @property
     def last_block(self) -> int | None:
         """Key of the prompt's last whole block; None if no KV event can report it."""
         return self._blocks[-1] if self._blocks else None
@@ -236,7 +241,7 @@ class Ticket:
                 # concurrent prefills, and slow fleets were learned as four times slower.
                 # KV events come up to a step early: short prompts would seem to take no time.
                 ttft_s = now_s - self.started_s
-            self._note_answer(now_s)
+            self._note_answer(now_s, output_tokens)
             # With as many cached tokens it held all the same: vLLM computes the last block.
             most_cached = (len(self._blocks) - 1) * self._block_tokens
             if cached_tokens is None or cached_tokens < most_cached:
@@ -328,10 +333,13 @@ class Ticket:
         self._index.withdraw(self._speculative)
         self._index.believe(replica.slot, self._new_keys, now_s + self._history_ttl_s)
 
-    def _note_answer(self, now_s: float) -> None:
+    def _note_answer(self, now_s: float, output_tokens: int | None) -> None:
         """Note how long the answer took after its prefill, if the end of the prefill is known."""
         if self._ttft_s is not None:
-            self.replica.note_answer(now_s - self.started_s - self._ttft_s)
+            answer_s = now_s - self.started_s - self._ttft_s
+            self.replica.note_answer(answer_s)
+            if output_tokens is not None:
+                self.replica.rates.note_answer(output_tokens - 1, answer_s)
         elif self._stored_s is not None:
             self.replica.note_answer(now_s - self._stored_s)
 

@@ -243,7 +243,7 @@ class RequestLifecycle:
         prompt = await self._prompt(asked)
         prompt_keys = PromptKeyCache(prompt)
         await self._locator.look_up(prompt_keys)
-        request = self._to_place(asked, prompt_keys)
+        request = self._to_place(asked, prompt_keys, key=None)
         return prompt, self._scheduler.place(request, time.monotonic())
 
     async def admit(
@@ -267,8 +267,7 @@ class RequestLifecycle:
         asked_s = time.monotonic()
         failed = tuple(each.replica_id for each in record.failed_tries[forgiven:])
         request = replace(
-            self._to_place(asked, prompt_keys, failed),
-            client=record.key,
+            self._to_place(asked, prompt_keys, key=record.key, failed=failed),
             among=among,
             streamed=asked.streamed and sees_tokens,
         )
@@ -371,6 +370,9 @@ class RequestLifecycle:
     def finish(self, ticket: Ticket, record: RequestRecord, usage: Usage, *, ok: bool) -> None:
         """Release a request whose answer had begun, with the answer's own counts."""
         record.cached_tokens, record.output_tokens = usage.cached_tokens, usage.output_tokens
+        record.answer_tokens = usage.tokens_about
+        if ok and usage.tokens_about is not None:
+            self.fleet.output_lengths.note(ticket.session, record.key, usage.tokens_about)
         self.release(ticket, ok=ok, usage=usage if record.prompt_tokens else NO_USAGE)
         if ok and usage.stored_id is not None and record.replica_id is not None:
             self._owners.bind(usage.stored_id, record.replica_id)
@@ -382,7 +384,7 @@ class RequestLifecycle:
             ok=ok,
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,
-            output_tokens=usage.output_tokens,
+            output_tokens=usage.tokens_about,
         )
         self._admission.wake()
 
@@ -419,9 +421,17 @@ class RequestLifecycle:
             raise BadRequestError("the body's values are nested too deeply") from None
 
     def _to_place(
-        self, asked: ParsedRequest, keys: PromptKeyCache, failed: Sequence[str] = ()
+        self,
+        asked: ParsedRequest,
+        keys: PromptKeyCache,
+        *,
+        key: str | None,
+        failed: Sequence[str] = (),
     ) -> PlacementRequest:
-        """Return what the scheduler needs; ``failed`` replicas do not get the request again."""
+        """Return what the scheduler needs; ``failed`` replicas do not get the request again.
+
+        ``key`` is the name of the client's key.
+        """
         bound_to = self.bound_to(asked)
         short: Sequence[str] = ()
         if asked.has_prompt and bound_to is None:
@@ -433,4 +443,8 @@ class RequestLifecycle:
             bound_to=bound_to,
             exclude=(*failed, *short),
             streamed=asked.streamed,
+            client=key,
+            output_tokens=self.fleet.output_lengths.expected(
+                asked.session, key, asked.output_tokens
+            ),
         )

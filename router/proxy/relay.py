@@ -214,9 +214,18 @@ class Usage:
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     output_tokens: int | None = None
+    events: int = 0
+    """Events of a stream."""
     stored_id: str | None = None
     """The id of what the replica stores: a response, for a later ``previous_response_id``, or a
     file."""
+
+    @property
+    def tokens_about(self) -> int | None:
+        """Output tokens; of a stream that does not tell them, its events but the closing one."""
+        if self.output_tokens is None and self.events:
+            return self.events - 1
+        return self.output_tokens
 
 
 NO_USAGE: Final = Usage()
@@ -229,7 +238,7 @@ class UsageReader:
     have them anywhere, and is searched. All is parsed once, at the end.
     """
 
-    __slots__ = ("_found", "_head", "_ids", "_streamed", "_tail", "_tail_bytes")
+    __slots__ = ("_events", "_found", "_head", "_ids", "_streamed", "_tail", "_tail_bytes")
 
     def __init__(self, *, streamed: bool, any_id: bool = False) -> None:
         """``any_id``: whether the replica may store other things than responses."""
@@ -239,11 +248,13 @@ class UsageReader:
         self._tail: list[bytes] = []
         self._tail_bytes = 0
         self._found: list[bytes] = []
+        self._events = 0
 
     def feed(self, chunk: bytes) -> None:
         """Take the next bytes of the body."""
         if len(self._head) < _HEAD_BYTES:
             self._head += chunk[: _HEAD_BYTES - len(self._head)]
+        self._events += chunk.count(b"\n\n")
         self._tail.append(chunk)
         self._tail_bytes += len(chunk)
         if self._tail_bytes > _MOST_TAIL_BYTES:
@@ -266,6 +277,7 @@ class UsageReader:
             prompt_tokens=_prompt_count(usages),
             cached_tokens=_first_count(usages, _CACHED),
             output_tokens=_first_count(usages, _OUTPUT),
+            events=self._events if self._streamed else 0,
             stored_id=stored[1].decode() if stored else None,
         )
 

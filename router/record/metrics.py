@@ -26,6 +26,7 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _TTFT_BUCKETS_S: Final = (
     0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
 )  # fmt: skip
+_TPOT_BUCKETS_S: Final = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
 _OVERHEAD_BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 _QUANTILES: Final = ("0.5", "0.9", "0.99")
 _NO_REPLICA: Final = "none"
@@ -65,6 +66,12 @@ _HISTOGRAMS: Final = {
         "From accepting a request to its first byte (not streamed: to the headers)",
         ["replica", "streamed"],
         _TTFT_BUCKETS_S,
+    ),
+    "tpot_seconds": (
+        "Time per output token after the first one, of streamed answers (without `usage`: per "
+        "event)",
+        ["replica"],
+        _TPOT_BUCKETS_S,
     ),
     "request_seconds": ("From accepting a request to its end", ["replica"], _TTFT_BUCKETS_S),
     "read_prompt_seconds": ("Template and tokens", [], _OVERHEAD_BUCKETS_S),
@@ -109,7 +116,8 @@ _GAUGES: Final = {
     ),
     "measured_rate": (
         "What a replica measured that it does per second: tokens (prefill), bytes (load, disk, "
-        "remote, peer), tokens x context tokens (attention), tokens x decodes (decode)",
+        "remote, peer), tokens x context tokens (attention), tokens x decodes (decode), tokens of "
+        "one answer (output)",
         ["replica", "part"],
     ),
     "tokens_exact": (
@@ -268,6 +276,7 @@ class Metrics(Collector):
         self._time("admission_wait_seconds", record.held_s)
         self._time("retry_wait_seconds", record.retry_wait_s)
         self._time("ttft_seconds", record.ttft_s, replica, str(record.streamed).lower())
+        self._time("tpot_seconds", record.tpot_s, replica)
         self._time("request_seconds", record.total_s, replica)
         self._observe_preparation(record.prepared, replica)
         known = self._fleet.replicas.get(replica)

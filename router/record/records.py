@@ -208,6 +208,8 @@ class RequestRecord:
     cached_tokens: int | None = None
     """As the replica's ``usage`` said."""
     output_tokens: int | None = None
+    answer_tokens: int | None = None
+    """The same; of a stream without ``usage`` about as many as its events."""
     response_bytes: int = 0
     outcome: Outcome = Outcome.FAILED
     status: int | None = None
@@ -249,6 +251,18 @@ class RequestRecord:
     def ttft_s(self) -> float | None:
         """From accepting the request to its first byte."""
         return None if self.first_byte_s is None else self.first_byte_s - self.started_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token after the first one (TPOT).
+
+        None if the answer is not streamed, not whole, or has one token only.
+        """
+        tokens_after = (self.answer_tokens or 0) - 1
+        is_whole = self.streamed and self.outcome is Outcome.OK
+        if not is_whole or self.first_byte_s is None or tokens_after < 1:
+            return None
+        return (self.ended_s - self.first_byte_s) / tokens_after
 
     @property
     def total_s(self) -> float:

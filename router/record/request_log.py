@@ -92,6 +92,11 @@ FIELDS: Final[Mapping[str, tuple[str, _Value]]] = {
         "from accepting it to the first byte (not streamed: to the headers)",
         lambda r: _rounded(r.ttft_s),
     ),
+    "tpot_s": (
+        "time per output token after the first one (without `usage`: per event); null if not "
+        "streamed",
+        lambda r: _rounded(r.tpot_s),
+    ),
     "total_s": ("from accepting it to its end", lambda r: _rounded(r.total_s)),
 }
 """The meaning of each field besides ``time``; null if the request did not get that far."""
@@ -162,6 +167,7 @@ def text_line(record: RequestRecord) -> str:
         "held_ms": _ms(record.held_s or None),
         "ttft_ms": _ms(record.ttft_s),
         "predicted_ms": _ms(record.predicted_ttft_s),
+        "tpot_ms": None if record.tpot_s is None else f"{record.tpot_s * 1000:.1f}",
         "total_ms": _ms(record.total_s),
         "failed_tries": tries or None,
         "retry_wait_ms": _ms(record.retry_wait_s),

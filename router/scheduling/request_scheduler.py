@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 
 import xxhash
 
-from router.config.cost_weights import CostWeights
+from router.config.cost_weights import DEFAULT_WEIGHTS, CostWeights
 from router.config.settings import PolicyName
 from router.fleet.cost_model import CostPart, Work
 from router.fleet.decision import Candidate, Decision, KvCopy, Reason
@@ -329,6 +329,8 @@ class PlacementRequest:
     """Ids of the replicas that may be asked; None: all."""
     streamed: bool = True
     """Whether the answer is streamed, so that its first token will be seen."""
+    output_tokens: float = DEFAULT_WEIGHTS.output_tokens
+    """Expected length of the answer (`OutputLengths.expected`)."""
 
 
 class RequestScheduler:

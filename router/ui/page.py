@@ -14,11 +14,12 @@ from typing import Any, Final
 
 from aiohttp import web
 
+from router.fleet.cost_model import CostPart
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica
 from router.index.prompt_keys import KvTier
 from router.record.records import RequestRecord
-from router.ui.recent import KEPT_SPILLS, SLICE_S, SLICES, Recent, Sums, Tokens, Ttfts
+from router.ui.recent import KEPT_SPILLS, SLICE_S, SLICES, Durations, Recent, Sums, Tokens
 from warmroute_common.http_server import as_json
 
 _MODELS: Final = 100
@@ -63,6 +64,7 @@ def _totals(fleet: Fleet, recent: Recent, waiting: int, now_s: float) -> dict[st
         "warmth": tokens.warmth,
         "cold": _quantiles(window.cold),
         "warm": _quantiles(window.warm),
+        "tpot": _quantiles(window.tpot),
         "index_keys": len(fleet.index),
         "index_max_keys": fleet.index.max_keys,
     }
@@ -90,8 +92,14 @@ def _replica(replica: Replica, fleet: Fleet, window: Sums, now_s: float) -> dict
         "prompt_tokens": tokens.prompt,
         "matched_tokens": _by_tier(tokens.matched),
         "warmth": tokens.warmth,
+        "tpot_s": _tpot_s(replica),
         "homes": fleet.sessions.at_home().get(replica.serial, 0),
     }
+
+
+def _tpot_s(replica: Replica) -> float | None:
+    rates = replica.rates
+    return rates.seconds(CostPart.OUTPUT) if rates.knows(CostPart.OUTPUT) else None
 
 
 def _note(replica: Replica, now_s: float) -> str | None:
@@ -155,6 +163,7 @@ def _request(number: int, record: RequestRecord, ago_s: float) -> dict[str, Any]
         "matched_tokens": _by_tier(record.matched_tokens),
         "predicted_s": None if predicted_s is None else predicted_s + (record.held_s or 0.0),
         "ttft_s": record.ttft_s,
+        "tpot_s": record.tpot_s,
         "total_s": record.total_s,
         "streamed": record.streamed,
         "tries": 1 + len(record.failed_tries),
@@ -187,13 +196,13 @@ def _sessions(fleet: Fleet, recent: Recent, ago_s: float) -> dict[str, Any]:
     }
 
 
-def _quantiles(ttfts: Ttfts) -> dict[str, Any] | None:
-    if not ttfts.count:
+def _quantiles(times: Durations) -> dict[str, Any] | None:
+    if not times.count:
         return None
     return {
-        "count": ttfts.count,
-        "p50_s": ttfts.quantile_s(0.5),
-        "p90_s": ttfts.quantile_s(0.9),
+        "count": times.count,
+        "p50_s": times.quantile_s(0.5),
+        "p90_s": times.quantile_s(0.9),
     }
 
 

@@ -17,8 +17,8 @@ _STEP: Final = 0.05
 _LEAST_S: Final = 1e-4
 
 
-class Ttfts:
-    """Times to first token, counted in steps of 5%: small, summable, good enough for quantiles."""
+class Durations:
+    """Times in seconds, counted in steps of 5%: small, summable, good enough for quantiles."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
@@ -26,11 +26,11 @@ class Ttfts:
         """Computed quantiles, until the counts change, which most slices never do again."""
         self.count = 0
 
-    def note(self, ttft_s: float) -> None:
+    def note(self, seconds: float) -> None:
         """Count a time."""
-        self._add(round(log(max(ttft_s, _LEAST_S)) / _STEP), 1)
+        self._add(round(log(max(seconds, _LEAST_S)) / _STEP), 1)
 
-    def add(self, other: "Ttfts", sign: int = 1) -> None:
+    def add(self, other: "Durations", sign: int = 1) -> None:
         """Add others, or with ``sign=-1`` subtract them."""
         for step, count in other._counts.items():
             self._add(step, sign * count)
@@ -61,12 +61,12 @@ class Ttfts:
             del self._counts[step]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Ttfts) and self._counts == other._counts
+        return isinstance(other, Durations) and self._counts == other._counts
 
     __hash__ = None  # type: ignore[assignment]  # mutable
 
     def __repr__(self) -> str:
-        return f"<Ttfts {self.count} p50={self.quantile_s(0.5)}>"
+        return f"<Durations {self.count} p50={self.quantile_s(0.5)}>"
 
 
 KEPT: Final = 50
@@ -111,8 +111,9 @@ class Sums:
     """Turns that went to another replica."""
     tokens: dict[str, Tokens] = field(default_factory=dict)
     """By replica."""
-    cold: Ttfts = field(default_factory=Ttfts)
-    warm: Ttfts = field(default_factory=Ttfts)
+    cold: Durations = field(default_factory=Durations)
+    warm: Durations = field(default_factory=Durations)
+    tpot: Durations = field(default_factory=Durations)
 
     def note(self, record: RequestRecord) -> None:
         """Count a request that has ended."""
@@ -133,6 +134,8 @@ class Sums:
         if record.streamed and record.ttft_s is not None:
             is_warm = sum_matched >= _WARM_SHARE * record.prompt_tokens
             (self.warm if is_warm else self.cold).note(record.ttft_s)
+        if record.tpot_s is not None:
+            self.tpot.note(record.tpot_s)
 
     def add(self, other: "Sums", sign: int = 1) -> None:
         """Add others, or with ``sign=-1`` subtract them."""
@@ -141,6 +144,7 @@ class Sums:
         self.spills += sign * other.spills
         self.cold.add(other.cold, sign)
         self.warm.add(other.warm, sign)
+        self.tpot.add(other.tpot, sign)
         for replica_id, tokens in other.tokens.items():
             mine = self.tokens.setdefault(replica_id, Tokens())
             mine.add(tokens, sign)

@@ -47,6 +47,10 @@ class Totals:
     cached: CachedTokens = field(default_factory=CachedTokens)
     prefilled: int = 0
     generated: int = 0
+    between_tokens: int = 0
+    """Tokens after the first ones of their answers."""
+    between_tokens_s: float = 0.0
+    """Seconds from the tokens before them, in sum."""
     preempted: int = 0
     """Times that a running request had to give its blocks to others."""
     finished: int = 0

@@ -425,6 +425,10 @@ class ReplicaModel:
             self._end(request)
 
     def _gave(self, request: SimRequest, tokens: int, at_s: float) -> None:
+        if request.generated:
+            self.totals.between_tokens += tokens
+            self.totals.between_tokens_s += at_s - request.last_token_s
+        request.last_token_s = at_s
         request.generated += tokens
         self.totals.generated += tokens
         if request.generated >= request.output_tokens:

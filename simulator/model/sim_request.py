@@ -37,6 +37,7 @@ class SimRequest:
 
     arrived_s: float = 0.0
     first_token_s: float | None = None
+    last_token_s: float = 0.0
     finished_s: float | None = None
     cached: CachedTokens = field(default_factory=CachedTokens)
 

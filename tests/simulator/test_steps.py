@@ -18,6 +18,7 @@ def test_prefill_is_slowed_by_the_contexts_of_the_decodes_beside_it() -> None:
     sim.arrive(request("b", 10), 1.0)
     # a's prompt until 11 s; then 1 + 0.5 s, 100 tokens read, and b's 10 tokens.
     assert run(sim) == [("b", 1, 14.5), ("a", 2, 14.5)]
+    assert (sim.totals.between_tokens, sim.totals.between_tokens_s) == (1, 3.5)
 
 
 def test_noise_is_a_factor_on_each_step() -> None:
@@ -39,6 +40,7 @@ def test_decodes_that_are_taken_together_have_one_factor() -> None:
     sim.arrive(request("a", 10, 50), 0.0)
     assert run(sim) == [("a", 50, 2.0 + 49 * 1.5)]
     assert len(drawn) == 2
+    assert (sim.totals.between_tokens, sim.totals.between_tokens_s) == (49, 49 * 1.5)
 
 
 def test_a_slowed_replica_computes_so_many_times_as_long() -> None:

@@ -44,6 +44,8 @@ function totals({ totals: all, sessions, window_s }) {
       more: all.warm ? `median; p90 ${seconds(all.warm.p90_s)}` : "no warm answer yet" },
     { name: "First token, cold", value: seconds(all.cold?.p50_s), unit: "", tone: "cold",
       more: all.cold ? `median; p90 ${seconds(all.cold.p90_s)}` : "no cold answer yet" },
+    { name: "Per output token", value: seconds(all.tpot?.p50_s), unit: "",
+      more: all.tpot ? `median; p90 ${seconds(all.tpot.p90_s)}` : "no streamed answer yet" },
     { name: "In flight", value: count(all.in_flight), unit: "", more: `at replicas${held}` },
     { name: "Sessions", value: short(sessions.count), unit: "", more: spilled || "no turns yet" },
   ];

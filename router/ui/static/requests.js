@@ -11,6 +11,7 @@ export function begin() {
     ["Prompt tokens", "prompt", "By the tier in which they were found; the rest was computed"],
     ["Predicted", "number predicted", "Predicted time to first token, including the time held in the router"],
     ["TTFT", "number", "Time to first token; if the answer was not streamed, time to its end"],
+    ["TPOT", "number", "Time per output token after the first one, of streamed answers"],
     ["Status", "number", null],
   ]);
 }
@@ -33,6 +34,7 @@ function makeRow(request) {
     cell("prompt tokens", "prompt", prompt(request)),
     cell("predicted", "number predicted", seconds(request.predicted_s)),
     cell("TTFT", "number", time(request)),
+    cell("TPOT", "number", seconds(request.tpot_s)),
     cell("status", "number outcome", outcome === "ok" ? String(status) : said(status, outcome)),
   );
 }

@@ -46,7 +46,7 @@ def shown() -> dict[str, Any]:
     stored(fleet, "r0", KvTier.GPU, blocks(tokens(6400)))
     fleet.start(place(fleet, tokens(64)), 0.0)
     half = matched(gpu=40, cpu=20)
-    recent.observe(ended(20.0, replica_id="r0", matched_tokens=half, ttft_s=0.045))
+    recent.observe(ended(20.0, replica_id="r0", matched_tokens=half, ttft_s=0.045, answer_tokens=9))
     spilled = {"home": "r0", "reason": Reason.SESSION_SPILL, "predicted_ttft_s": 1.5}
     recent.observe(ended(25.0, replica_id="r1", ttft_s=2.0, status=500, **spilled))
     return state(fleet, recent, waiting=3, now_s=30.0, wall_s=1e9)
@@ -63,15 +63,16 @@ def test_a_frame_has_totals_fleet_times_and_requests(shown: dict[str, Any]) -> N
     text = lines(shown)
     assert "1 of 2 replicas up, policy ttft" in text[0]
     assert re.search(
-        r"30% matched +45 ms warm TTFT +2.01 s cold TTFT +1 in flight, 3 held", text[1]
+        r"30% matched +45 ms TTFT warm +2.01 s cold +1\d\d ms TPOT +1 in flight, 3 held",
+        text[1],
     )
     assert re.match(r"r0 +up +0 +0 +1 +0 +━+ +50% ", text[4])
     assert re.match(r"r1 +down +0 +0 +0 +0 ", text[5])
     assert re.match(r"TTFT cold +[▁-█ ]+ +2\.\d+ s", text[7])
     assert re.match(r"TTFT warm +[▁-█ ]+ +4\d ms", text[8])
     newest, oldest = text[11:]
-    assert re.search(r"r1 +session-spill from r0 +100 .* 0% +1.50 s +2.00 s +500", newest)
-    assert re.search(r"r0 +longest-match +100 .* 60% +- +45 ms +200", oldest)
+    assert re.search(r"r1 +session-spill from r0 +100 .* 0% +1.50 s +2.00 s +- +500", newest)
+    assert re.search(r"r0 +longest-match +100 .* 60% +- +45 ms +119 ms +200", oldest)
 
 
 def test_an_empty_fleet_is_shown_too() -> None:

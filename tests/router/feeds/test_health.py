@@ -165,6 +165,8 @@ async def test_speeds_in_its_metrics_are_used_unless_an_engine_of_ours_measures_
         "vllm:request_prefill_kv_computed_tokens_sum {1}\n"
         "lmcache:retrieve_to_gpu_time_sum {0}\n"
         "lmcache:num_hit_tokens_total {1}\n"
+        "vllm:inter_token_latency_seconds_sum {0}\n"
+        "vllm:inter_token_latency_seconds_count {1}\n"
     )
     async with scripted() as upstream:
         replica = ReplicaConfig(url=upstream.url, instance_id="r", agent_url=agent_url)
@@ -181,7 +183,8 @@ async def test_speeds_in_its_metrics_are_used_unless_an_engine_of_ours_measures_
     rates = fleet.replicas["r"].rates
     known = {part for part in CostPart if rates.knows(part)}
     computing = {CostPart.PREFILL, CostPart.ATTENTION, CostPart.DECODE}
-    assert known == ({*computing, CostPart.LOAD} if knows else set())
+    assert known == {CostPart.OUTPUT} | ({*computing, CostPart.LOAD} if knows else set())
+    assert rates.per_second(CostPart.OUTPUT) == pytest.approx(4_000)
     if knows:
         assert rates.per_second(CostPart.PREFILL) == pytest.approx(4_000)
         per_token = fleet.replicas["r"].kv_bytes_per_token

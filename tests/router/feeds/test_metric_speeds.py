@@ -86,6 +86,19 @@ def test_a_page_without_numbers_gives_no_speed_and_does_no_harm(page: str) -> No
     assert Speed(CostPart.PREFILL, 5_000.0, 34_000) in speeds(page, *readings)
 
 
+def between_tokens(seconds: float, tokens: int) -> str:
+    return (
+        f'vllm:inter_token_latency_seconds_sum{{engine="0"}} {seconds}\n'
+        f'vllm:inter_token_latency_seconds_count{{engine="0"}} {tokens}.0\n'
+    )
+
+
+def test_the_time_between_output_tokens_is_read() -> None:
+    before = between_tokens(1.0, 100)
+    assert speeds(before, between_tokens(5.0, 300)) == [Speed(CostPart.OUTPUT, 50.0, 300)]
+    assert speeds(before, between_tokens(2.0, 150)) == []
+
+
 def test_lmcache_inside_vllm_times_its_loads_and_its_remote_reads() -> None:
     """The ranks load and read at the same time: two of 0.2 GB in 0.25 s are 1.6 GB/s."""
     before = lmcache(tokens=4096, to_gpu_s=0.25, remote_bytes=1e8, remote_ms=100.0)

@@ -1,6 +1,7 @@
 """What an answer says about itself is read wherever it stands, in every API's shape."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,10 +10,11 @@ from router.proxy.relay import Usage, UsageReader
 
 
 def read(body: bytes, *, step: int) -> Usage:
+    """Return what an answer says; how many events a stream has is another test's."""
     reader = UsageReader(streamed=not body.startswith(b"{"))
     for start in range(0, len(body), step):
         reader.feed(body[start : start + step])
-    return reader.read()
+    return replace(reader.read(), events=0)
 
 
 CHAT = {"prompt_tokens": 9, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 8}}
@@ -98,3 +100,23 @@ def test_a_usage_nested_too_deeply_to_be_read_is_none() -> None:
 def test_an_id_that_is_no_text_is_none() -> None:
     body = b'{"id": "resp_\xff", "usage": {"completion_tokens": 3}}'
     assert read(body, step=100) == Usage(output_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("usage", "expected"), [(b"", 100), (b'data: {"usage": {"output_tokens": 7}}\n\n', 7)]
+)
+def test_a_stream_without_usage_has_about_as_many_tokens_as_events(
+    usage: bytes, expected: int
+) -> None:
+    reader = UsageReader(streamed=True)
+    for _ in range(50):
+        reader.feed(b"data: {}\n\ndata: {}\n\n")
+    reader.feed(usage)
+    reader.feed(b"data: [DONE]\n\n")
+    assert reader.read().tokens_about == expected
+
+
+def test_a_whole_answer_without_usage_has_an_unknown_length() -> None:
+    reader = UsageReader(streamed=False)
+    reader.feed(b'{"text": "a\n\nb"}')
+    assert reader.read().tokens_about is None

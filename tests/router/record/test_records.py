@@ -40,6 +40,24 @@ def test_times_are_counted_from_the_start() -> None:
     assert ended().ttft_s is None
 
 
+@pytest.mark.parametrize(
+    ("known", "tpot_s"),
+    [
+        ({"answer_tokens": 6}, 0.5),
+        ({"answer_tokens": 1}, None),
+        ({"answer_tokens": None}, None),
+        ({"answer_tokens": 6, "streamed": False}, None),
+        ({"answer_tokens": 6, "outcome": Outcome.CUT}, None),
+        ({"answer_tokens": 6, "first_byte_s": None}, None),
+    ],
+)
+def test_time_per_output_token_counts_from_the_first_one(
+    known: dict[str, Any], tpot_s: float | None
+) -> None:
+    whole = {"first_byte_s": 100.5, "streamed": True, "outcome": Outcome.OK}
+    assert ended(**whole | known).tpot_s == tpot_s
+
+
 def test_a_plain_end_is_one_line() -> None:
     line = text_line(
         ended(
@@ -128,6 +146,7 @@ async def test_every_end_is_counted() -> None:
             ),
             streamed=True,
             cached_tokens=6,
+            answer_tokens=5,
             first_byte_s=101.0,
             failed_tries=[
                 FailedTry(replica_id="two", cause=Cause.CONNECT, detail="x"),
@@ -144,6 +163,7 @@ async def test_every_end_is_counted() -> None:
         'warmroute_matched_tokens_total{replica="one",tier="gpu"} 8.0',
         'warmroute_cached_tokens_total{replica="one"} 6.0',
         'warmroute_ttft_seconds_sum{replica="one",streamed="true"} 1.0',
+        'warmroute_tpot_seconds_sum{replica="one"} 0.5',
         'warmroute_prefetch_wait_seconds_sum{replica="one"} 0.2',
         'warmroute_prefetch_chunks_total{replica="one",result="promoted"} 4.0',
         'warmroute_prefetch_bytes_total{replica="one"} 4096.0',

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from router.fleet.decision import Reason
 from router.index.prompt_keys import KvTier
-from router.ui.recent import KEPT, KEPT_SPILLS, SLICE_S, SLICES, Recent, Sums, Ttfts
+from router.ui.recent import KEPT, KEPT_SPILLS, SLICE_S, SLICES, Durations, Recent, Sums
 from tests.router.ui.recording import ended, matched
 
 
@@ -92,25 +92,34 @@ def test_requests_per_second_are_those_of_the_last_minute() -> None:
             st.integers(0, 100),
             st.floats(1e-6, 1e4),
             st.floats(0, 400),
+            st.integers(0, 3),
         ),
         max_size=60,
     )
 )
 def test_the_window_is_the_sum_of_its_slices(
-    ends: list[tuple[str, int, float, float]],
+    ends: list[tuple[str, int, float, float, int]],
 ) -> None:
     recent, now_s = Recent(0.0), 0.0
-    for replica_id, gpu, ttft_s, step_s in ends:
+    for replica_id, gpu, ttft_s, step_s, answer_tokens in ends:
         now_s += step_s
         tokens = matched(gpu=gpu)
-        recent.observe(ended(now_s, replica_id=replica_id, matched_tokens=tokens, ttft_s=ttft_s))
+        recent.observe(
+            ended(
+                now_s,
+                replica_id=replica_id,
+                matched_tokens=tokens,
+                ttft_s=ttft_s,
+                answer_tokens=answer_tokens,
+            )
+        )
         recent.check()
         assert len(recent.slices) <= SLICES
 
 
 @given(st.lists(st.floats(1e-4, 1e3), min_size=1), st.floats(0.01, 1.0))
 def test_quantiles_are_right_to_a_step(times: list[float], share: float) -> None:
-    ttfts = Ttfts()
+    ttfts = Durations()
     for each in times:
         ttfts.note(each)
     found = ttfts.quantile_s(share)
@@ -121,4 +130,4 @@ def test_quantiles_are_right_to_a_step(times: list[float], share: float) -> None
 
 
 def test_no_times_have_no_quantile() -> None:
-    assert Ttfts().quantile_s(0.5) is None
+    assert Durations().quantile_s(0.5) is None
