@@ -21,6 +21,7 @@ PreCachingHash = Literal[
 ]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Scheme = Literal["http", "https"]
+NixlRole = Literal["both", "prefill", "decode"]
 
 
 # --- replicas
@@ -49,6 +50,9 @@ class ReplicaConfig:
     hash_seed: str | None = None
     """PYTHONHASHSEED of a replica without an agent. By default the router derives it from the
     replica's events. It cannot derive it for LMCache inside vLLM (``lmcache_workers``)."""
+    nixl_role: NixlRole | None = None
+    """For a vLLM that runs with NixlConnector: whether it may prefill prompts for other replicas,
+    decode prompts that others have prefilled, or both."""
 
     @property
     def name(self) -> str:
@@ -114,6 +118,8 @@ class DiscoveredConfig:
     """Port of vLLM's replay endpoint. By default the agent or vLLM reports it."""
     hash_seed: str | None = None
     """PYTHONHASHSEED of replicas without an agent. By default derived from their events."""
+    nixl_role: NixlRole | None = None
+    """For vLLMs that run with NixlConnector, as for a replica."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Final
 
 from router.config.cost_weights import DEFAULT_WEIGHTS, CostWeights
-from router.config.settings import BreakerConfig, RatesConfig, ReplicaConfig
+from router.config.settings import BreakerConfig, NixlRole, RatesConfig, ReplicaConfig
 from router.fleet.breaker import Breaker, Circuit
 from router.fleet.cost_model import CostModel, CostPart, PredictionErrors, RecentWork
 from router.fleet.replica_queue import ReplicaQueue
@@ -148,6 +148,8 @@ class Replica:
     """Tokens brought to its CPU RAM, or under way, for requests without a first token."""
     no_copies_until_s: float = 0.0
     """No copies from or to it until then, since one failed."""
+    nixl_role: NixlRole | None = None
+    """What it may do by NixlConnector: prefill for others, decode for others, or both."""
     rests: bool = False
     """Whether it gets no requests while another is up, since they would hang."""
     breaker: Breaker = field(default_factory=Breaker)
@@ -204,6 +206,7 @@ class Replica:
             slot=slot,
             serial=serial,
             config=config,
+            nixl_role=config.nixl_role,
             weights=weights,
             rates=CostModel(rates, weights),
             kv_bytes_per_token=rates.kv_bytes_per_token,

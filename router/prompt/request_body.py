@@ -151,6 +151,17 @@ def with_new_member(body: BodyBytes, name: str, value: str) -> BodyBytes:
     return joined([b"{", msgspec.json.encode({name: value})[1:-1], comma, rest])
 
 
+REMOTE_DECODE: Final = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""``kv_transfer_params`` by which a vLLM with NixlConnector keeps a prompt's KV for another one."""
+
+
 def joined(parts: Sequence[bytes | memoryview]) -> BodyBytes:
     """Return parts of a body as one. No call copies much of a large one."""
     if sum(map(len, parts)) <= LARGE_BODY_BYTES:
