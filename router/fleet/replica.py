@@ -342,6 +342,15 @@ class Replica:
         )
         self.queue.set_answer_s(self._answer_s)
 
+    def note_output_tokens(self, tokens: int, seconds: float, now_s: float) -> None:
+        """Note that an answer took so long for the tokens after its first one.
+
+        The rate is that of a replica which prefills nothing: so one that computes much counts as
+        slow only while it does, whatever its last answers took.
+        """
+        share = min(self.weights.most_prefill_share, self.recent.share(now_s))
+        self.rates.note_output_tokens(tokens, seconds * (1.0 - share))
+
     def note_work(self, busy_s: float, now_s: float) -> None:
         """Note the predicted work of the request that was just sent there."""
         self.recent.note(busy_s, now_s)

@@ -329,6 +329,8 @@ class PlacementRequest:
     """Ids of the replicas that may be asked; None: all."""
     streamed: bool = True
     """Whether the answer is streamed, so that its first token will be seen."""
+    output_tokens: float | None = None
+    """Expected length of the answer; None: nothing is known of it."""
 
 
 class RequestScheduler:
@@ -380,6 +382,7 @@ class RequestScheduler:
             sources=matches.sources(now_s) if config.prefetch.enabled else (),
             reserved=reserved or ReservedWork(),
             busy_share=fleet.busy_share(now_s),
+            output_tokens=request.output_tokens or weights.output_tokens,
             now_s=now_s,
         )
         candidates = tuple(
