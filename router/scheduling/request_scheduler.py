@@ -329,6 +329,8 @@ class PlacementRequest:
     """Ids of the replicas that may be asked; None: all."""
     streamed: bool = True
     """Whether the answer is streamed, so that its first token will be seen."""
+    may_split: bool = False
+    """Whether another replica may prefill the prompt."""
 
 
 class RequestScheduler:
