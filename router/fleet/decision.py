@@ -43,6 +43,17 @@ class PeerSource:
     """Seconds that the copy saves over computing those chunks."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefiller:
+    """Another replica, which prefills the prompt; the candidate's replica pulls its KV."""
+
+    replica: Replica
+    work: Work
+    """At that replica."""
+    cost: Cost
+    pull_bytes: float
+
+
 @dataclass(slots=True, kw_only=True)  # not frozen: many are made for each decision
 class Candidate:
     """A replica for one prompt, the source of its KV, and the predicted parts of its TTFT."""
@@ -60,6 +71,7 @@ class Candidate:
     prefetch_gain_s: float = 0.0
     """Seconds that the chunks on disk and remote save over computing them."""
     source: PeerSource | None = None
+    prefiller: Prefiller | None = None
     waiting: int = 0
     """Requests at the replica, or reserved for it, without a first token yet."""
     busy_share: float = 0.0
@@ -236,5 +248,31 @@ class Decision:
 
     @property
     def is_staged(self) -> bool:
-        """Whether KV must be brought to the replica's CPU RAM before the request is sent."""
-        return bool(self.prefetch_keys) or self.copy is not None
+        """Whether KV must be brought to the replica's CPU RAM, or be computed at another replica,
+        before the request is sent."""
+        return (
+            bool(self.prefetch_keys) or self.copy is not None or self.picked.prefiller is not None
+        )
+
+    def first_leg(self) -> "Decision | None":
+        """Return the decision for the prefill at another replica; None if there is none."""
+        picked, prefiller = self.picked, self.picked.prefiller
+        if prefiller is None:
+            return None
+        replica = prefiller.replica
+        alike = (replica.key_shape, replica.adapters) == (
+            picked.replica.key_shape,
+            picked.replica.adapters,
+        )
+        return Decision(
+            picked=Candidate(
+                replica=replica,
+                keys=picked.keys if alike else PromptKeys(),
+                matched_tokens={},
+                work=prefiller.work,
+                cost=prefiller.cost,
+            ),
+            reason=self.reason,
+            prompt_tokens=self.prompt_tokens,
+            streamed=False,
+        )

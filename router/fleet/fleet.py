@@ -105,6 +105,8 @@ class Fleet:
         overdue = {each.replica for each in self._unanswered if each.is_overdue(now_s)}
         for replica in self.replicas.values():
             replica.is_overdue = replica in overdue
+            if replica.nixl_due_s <= now_s:
+                replica.resume_nixl(works=False)
         self.index.tick(now_s)
         self.replicas.tick()
         self.replicas.release(self.index.is_clear, now_s)
@@ -119,7 +121,17 @@ class Fleet:
         return self._recent.share(now_s) / max(1, len(self.replicas))
 
     def start(self, decision: Decision, now_s: float) -> Ticket:
-        """Count a request as in flight, and its prompt as arriving on its replica's GPU."""
+        """Count a request as in flight, and its prompt as arriving on its replica's GPU.
+
+        If another replica prefills the prompt, it is in flight there too (`Ticket.first_leg`).
+        """
+        self.started += 1
+        ticket = self._start(decision, now_s)
+        if (first_leg := decision.first_leg()) is not None:
+            ticket.first_leg = self._start(first_leg, now_s)
+        return ticket
+
+    def _start(self, decision: Decision, now_s: float) -> Ticket:
         replica, keys = decision.picked.replica, decision.picked.keys
         speculative = None
         ttl_s = self._speculative_ttl_s(replica, by_tokens=bool(keys.chain))
@@ -130,7 +142,6 @@ class Fleet:
             if self.home(session, now_s) is None:
                 self.sessions.forget(session)  # its home may have been removed
             self.sessions.note(session, replica.serial, now_s)
-        self.started += 1
         self._recent.note(decision.picked.cost.busy_s, now_s)
         return Ticket(
             decision,
@@ -258,6 +269,10 @@ class Fleet:
         if found:  # clients choose other names
             self._contexts[model] = found
         return found
+
+    def pause_nixl(self, replica_id: str, now_s: float) -> float | None:
+        """Pause a replica's remote prefills, since one failed: see `Replica.pause_nixl`."""
+        return self.replicas[replica_id].pause_nixl(now_s)
 
     def match_by_text(self, replica_ids: Collection[str]) -> None:
         """Match prompts by text at these replicas only, where tokens differ from the router's."""

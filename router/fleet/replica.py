@@ -37,6 +37,8 @@ _UNKNOWN_KEYS: Final = (
 )
 _MANY_UNTOLD: Final = 8
 """Answered prompts with new blocks, and no KV event: one or two may have found others' blocks."""
+_NIXL_PAUSE_S: Final = 1.0
+_LONGEST_NIXL_PAUSE_S: Final = 300.0
 _KEPT_S: Final = 120.0
 """A removed replica is found by its ids for this long at least: longer than any prefetch or copy
 runs that uses an id."""
@@ -149,7 +151,11 @@ class Replica:
     no_copies_until_s: float = 0.0
     """No copies from or to it until then, since one failed."""
     nixl_role: NixlRole | None = None
-    """What it may do by NixlConnector: prefill for others, decode for others, or both."""
+    """What it may do by NixlConnector: prefill for others, decode for others, or both. None also
+    while that is paused, since it failed."""
+    nixl_due_s: float = inf
+    """When such a pause ends."""
+    _nixl_pause_s: float = 0.0
     rests: bool = False
     """Whether it gets no requests while another is up, since they would hang."""
     breaker: Breaker = field(default_factory=Breaker)
@@ -266,6 +272,24 @@ class Replica:
     def can_give(self, now_s: float) -> bool:
         """Whether other replicas can copy chunks from it."""
         return self.transfer_port is not None and self.no_copies_until_s <= now_s
+
+    def pause_nixl(self, now_s: float) -> float | None:
+        """Take no part in remote prefills for a while; return the seconds, None if it is paused.
+
+        Each pause is twice as long as the one before, until `resume_nixl` says that it works.
+        """
+        if self.nixl_role is None:
+            return None
+        self._nixl_pause_s = min(2 * self._nixl_pause_s or _NIXL_PAUSE_S, _LONGEST_NIXL_PAUSE_S)
+        self.nixl_role, self.nixl_due_s = None, now_s + self._nixl_pause_s
+        return self._nixl_pause_s
+
+    def resume_nixl(self, *, works: bool) -> None:
+        """End a pause, if there is one; ``works``: the next one is short again."""
+        if self.nixl_due_s < inf:
+            self.nixl_role, self.nixl_due_s = self.config.nixl_role, inf
+        if works:
+            self._nixl_pause_s = 0.0
 
     def take_info(self, info: InstanceInfo) -> bool:
         """Apply an agent's report; return whether the replica has restarted."""

@@ -331,6 +331,8 @@ class PlacementRequest:
     """Whether the answer is streamed, so that its first token will be seen."""
     output_tokens: float | None = None
     """Expected length of the answer; None: nothing is known of it."""
+    may_split: bool = False
+    """Whether another replica may prefill the prompt."""
 
 
 class RequestScheduler:
