@@ -13,7 +13,7 @@ import hmac
 import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import inf, nan
 from typing import Any, Final
@@ -25,6 +25,7 @@ from router.config.settings import RouterConfig
 from router.prompt.long_strings import LongStrings
 from router.prompt.request_body import (
     BodyBytes,
+    may_split,
     parsed_bytes,
     prompt_fields,
     short_members,
@@ -137,6 +138,8 @@ class ParsedRequest:
     them can answer."""
     repeatable: bool = True
     """Whether the request may be sent to another replica after one may have begun with it."""
+    may_split: bool = False
+    """Whether one replica may prefill its prompt for another one."""
     seeks: bool = False
     """Whether a 404 sends the request to the next replica, if the owner of its ids is unknown."""
 
@@ -227,9 +230,10 @@ class Policy:
         aliases = self.aliases if plane is Plane.PROXY else {}
         session = headers.get(self._session_header.lower())
         if has_prompt(method, path):
-            return _prompted(
+            asked = _prompted(
                 *(path, headers, body, session, aliases), salt_key=salt_key, most_chars=most_chars
             )
+            return replace(asked, may_split=plane is Plane.PROXY and asked.may_split)
         content_type = headers.get("content-type", "")
         salt_key = salt_key if method == "POST" and path in _SALTED else None
         fields, model, body = _model_of(content_type, body, aliases, salt_key)
@@ -381,6 +385,7 @@ def _prompted(
         output_tokens=_output_tokens(fields),
         ids=() if before is None else (before,),
         max_wait_s=_max_wait_s(headers.get(MAX_WAIT_HEADER)),
+        may_split=may_split(path, fields),
     )
 
 

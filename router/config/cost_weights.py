@@ -18,19 +18,26 @@ class CostWeights:
     attention_tokens: float = 32_768.0
     """Tokens. Start value of the context length at which attention doubles the cost of a token:
     that of a model with 8 billion parameters and a width of 4096."""
-    least_behind: float = 0.02
+    least_behind: float = 0.03
     """Requests assumed to queue behind a request, at least: of two equal TTFTs the one that
     computes less is better."""
     most_behind: float = 32.0
     """Requests assumed to queue behind a request, at most: a second of the replica's time never
     counts more than 32 seconds of waiting."""
+    first_token_weight: float = 3.0
+    """How many seconds after the first token count as one before it; `RouterConfig` sets it."""
+    output_tokens: float = 256.0
+    """Tokens. Expected length of an answer of which nothing is known."""
+    output_token_s: float = 0.01
+    """Seconds. Start value of the time per output token of a replica that prefills nothing."""
+    most_prefill_share: float = 0.9
+    """Share of a replica's time that prefills take from its answers, at most: a burst of prefills
+    passes, and a prediction without a bound would be infinite."""
     near_s: float = 0.02
     """Seconds. Scores that differ from the best by less are equal: predictions are noisy."""
     least_copy_gain_s: float = 0.15
     """Seconds. A copy that saves less is not made: the calls to two agents take time that the
     rates do not contain."""
-    output_tokens: float = 256.0
-    """Tokens. Start value of the expected length of an answer."""
     recent_s: float = 30.0
     """Seconds. Time constant of the recent load: longer than a turn, shorter than a session."""
     recent_requests: int = 50

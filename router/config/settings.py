@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Final, Literal
 from urllib.parse import urlsplit
 
+from router.config.cost_weights import DEFAULT_WEIGHTS
 from warmroute_common.config_reader import setting
 
 MIB: Final = 1 << 20
@@ -21,6 +22,7 @@ PreCachingHash = Literal[
 ]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Scheme = Literal["http", "https"]
+NixlRole = Literal["both", "prefill", "decode"]
 
 
 # --- replicas
@@ -49,6 +51,9 @@ class ReplicaConfig:
     hash_seed: str | None = None
     """PYTHONHASHSEED of a replica without an agent. By default the router derives it from the
     replica's events. It cannot derive it for LMCache inside vLLM (``lmcache_workers``)."""
+    nixl_role: NixlRole | None = None
+    """For a vLLM that runs with NixlConnector: whether it may prefill prompts for other replicas,
+    decode prompts that others have prefilled, or both."""
 
     @property
     def name(self) -> str:
@@ -114,6 +119,8 @@ class DiscoveredConfig:
     """Port of vLLM's replay endpoint. By default the agent or vLLM reports it."""
     hash_seed: str | None = None
     """PYTHONHASHSEED of replicas without an agent. By default derived from their events."""
+    nixl_role: NixlRole | None = None
+    """For vLLMs that run with NixlConnector, as for a replica."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,8 +168,6 @@ class RatesConfig:
     """Size of one token's KV. An agent reports its replica's value."""
     decode_slowdown: float = setting(0.02, at_least=0)
     """How much each running decode slows a prefill down (0.02: by 2%)."""
-    output_tokens_per_s: float = setting(50.0, above=0)
-    """Tokens of one answer per second, after its first one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -540,6 +545,9 @@ class RouterConfig:
     policy: PolicyName = "ttft"
     """How a replica is picked. ``ttft``: the one that is predicted to answer first. The other
     policies exist for comparison."""
+    first_token_weight: float = setting(DEFAULT_WEIGHTS.first_token_weight, above=0)
+    """How many seconds after the first token count as one second before it. 1: the whole answer
+    counts, whichever part of it is late. A large number: only the time to first token counts."""
     max_body_bytes: int = setting(64 * MIB, at_least=1024)
     """Largest body of one request. Larger ones get 413."""
     max_bodies_bytes: int = setting(2048 * MIB, at_least=1024)

@@ -20,6 +20,7 @@ from router.doctor.replica_checks import (
     CheckContext,
     Examined,
     check_agent,
+    check_nixl,
     check_replica,
     check_tokens,
     hash_in_words,
@@ -166,6 +167,7 @@ def check_fleet(config: RouterConfig, replicas: Sequence[Examined], section: Sec
     _check_agents(seen, section)
     _check_stock_hashes(seen, section)
     _check_lmcache_workers(config, section)
+    _check_nixl_pairs(seen, section)
 
 
 def _check_models(aliases: Mapping[str, str], seen: Sequence[Examined], section: Section) -> None:
@@ -279,6 +281,28 @@ def _check_lmcache_workers(config: RouterConfig, section: Section) -> None:
         section.problem("lmcache-hash", found, fix)
 
 
+def _check_nixl_pairs(seen: Sequence[Examined], section: Section) -> None:
+    """Check that each replica with a ``nixl_role`` has another one for the other side."""
+    models = {each.name: {*each.models, *each.roots} for each in seen}
+    prefill = {each.name for each in seen if each.config.nixl_role in ("both", "prefill")}
+    decode = {each.name for each in seen if each.config.nixl_role in ("both", "decode")}
+    for names, others, does, other in (
+        (prefill, decode, "prefill for", "decode"),
+        (decode, prefill, "decode for", "prefill"),
+    ):
+        alone = sorted(
+            name
+            for name in names
+            if not any(models[name] & models[each] for each in others - {name})
+        )
+        if alone:
+            found = (
+                f"nixl_role: {_joined(alone)} can {does} no replica: none of its model can {other}"
+            )
+            fix = f"set nixl_role to both or {other} at another replica of the same model"
+            section.problem("nixl-pairs", found, fix)
+
+
 def _groups(pairs: Iterable[tuple[_Key, _T]]) -> dict[_Key, list[_T]]:
     """Return the values of each key, in their order."""
     found: dict[_Key, list[_T]] = {}
@@ -369,6 +393,8 @@ async def _check(parts: CheckContext, seen: Examined, *, probe: bool) -> None:
     if parts.prompts is not None:
         await check_tokens(session, seen, parts.prompts, secret)
     await check_events(parts, seen, feed, probe=probe)
+    if probe and seen.config.nixl_role is not None:
+        await check_nixl(session, seen)
 
 
 def _check_running(

@@ -5,11 +5,12 @@ from importlib.metadata import version
 from typing import Final
 
 import aiohttp
+import orjson
 
 from router.agent_client import AgentClient, AgentError, AgentRefusedError
 from router.config.settings import ReplicaConfig, RouterConfig
 from router.doctor.findings import Section
-from router.doctor.http_probe import HttpAnswer, ProbeError, get
+from router.doctor.http_probe import HttpAnswer, ProbeError, get, send
 from router.feeds.feeds import KvFeed
 from router.feeds.kv_receiver import KvReceiver
 from router.feeds.replica_answers import authorization, model_entries, served_models
@@ -17,6 +18,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica
 from router.lmcache.server_client import LmcacheServerClient, LmcacheServerError
 from router.prompt.prompt_source import PromptSource
+from router.prompt.request_body import REMOTE_DECODE
 from router.prompt.token_trust import HANGS
 from warmroute_common.agent_protocol import InstanceInfo, TierInfo
 from warmroute_common.fleet_secret import HOW_TO_SET, FleetSecret
@@ -264,6 +266,51 @@ async def _check_lmcache(session: aiohttp.ClientSession, section: Section, url: 
     if not worlds:
         fix = "start vLLM with LMCacheMPConnector and this server's port"
         section.problem("lmcache-vllm", "no vLLM has registered with its LMCache server", fix)
+
+
+_NIXL_ANSWER_S: Final = 60.0
+_NIXL_FIX: Final = (
+    "start its vLLM with --kv-transfer-config "
+    '\'{"kv_connector": "NixlConnector", "kv_role": "kv_both"}\', or remove nixl_role here'
+)
+
+
+async def check_nixl(session: aiohttp.ClientSession, seen: Examined) -> None:
+    """Have a replica with a ``nixl_role`` prefill one short prompt for another replica.
+
+    Its vLLM frees the prompt's KV when the lease ends, since nobody pulls it.
+    """
+    if not seen.models:
+        return
+    body = {
+        "model": seen.models[0],
+        "prompt": "The doctor asks for the KV of this prompt.",
+        "max_tokens": 1,
+        "kv_transfer_params": REMOTE_DECODE,
+    }
+    headers = {**authorization(seen.config), "Content-Type": "application/json"}
+    url, encoded = f"{seen.config.url}/v1/completions", orjson.dumps(body)
+    try:
+        answer = await send(
+            session, "POST", url, headers=headers, body=encoded, timeout_s=_NIXL_ANSWER_S
+        )
+    except ProbeError as error:
+        seen.section.problem("nixl", f"a prompt to prefill was not answered ({error})")
+        return
+    given = answer.json() if answer.status == 200 else None
+    params = given.get("kv_transfer_params") if isinstance(given, dict) else None
+    if answer.status != 200:
+        why = answer.body[:200].decode(errors="replace")
+        seen.section.problem("nixl", f"a prompt to prefill got {answer.status}: {why}", _NIXL_FIX)
+    elif not isinstance(params, dict) or not params.get("remote_engine_id"):
+        found = (
+            f"nixl_role is '{seen.config.nixl_role}', but its answer has no kv_transfer_params: "
+            "NixlConnector does not run there"
+        )
+        seen.section.problem("nixl", found, _NIXL_FIX)
+    else:
+        at = f"{params.get('remote_host')}:{params.get('remote_port')}"
+        seen.section.ok("nixl", f"NixlConnector runs; other replicas reach it at {at}")
 
 
 _TEXT_FIX = "set tokenizer.path to the tokenizer of the model that runs there"

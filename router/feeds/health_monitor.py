@@ -460,8 +460,8 @@ class HealthMonitor:
         """Measure the server's speeds; most of them an engine of ours measures better."""
         replica, rates = watched.replica, watched.replica.rates
         for each in watched.speeds.read(metrics, vllm_counters(replica.kv_bytes_per_token)):
-            if each.part is CostPart.OUTPUT:
-                rates.report_output(each.per_second, each.measured_on)
+            if each.part is CostPart.OUTPUT_TOKEN:
+                replica.report_output_tokens(each.per_second, each.measured_on, time.monotonic())
             elif replica.config.agent_url is not None:
                 continue
             elif each.part is CostPart.PREFILL:

@@ -170,7 +170,7 @@ def vllm_counters(kv_bytes_per_token: float) -> tuple[SpeedCounters, ...]:
             least=_LEAST_TOKENS,
         ),
         SpeedCounters(
-            part=CostPart.OUTPUT,
+            part=CostPart.OUTPUT_TOKEN,
             amount="vllm:inter_token_latency_seconds_count",
             time="vllm:inter_token_latency_seconds_sum",
             least=_LEAST_OUTPUT_TOKENS,

@@ -39,8 +39,8 @@ _KNOWN_TICKS: Final = 60
 """Seconds after which a rate that was not measured again counts as not known."""
 _COPY_KEPT: Final = 0.75
 """Weight of a copy after the next one."""
-_ANSWER_KEPT: Final = 0.9
-"""Weight of an answer's output tokens after the next answer: about the last 10 count."""
+_ANSWER_KEPT: Final = 0.95
+"""Weight of an answer after the next one."""
 _ALONE_KEPT: Final = 9
 """Prefills of which the median is taken, for a server that reports no rates."""
 _LEAST_ALONE_TOKENS: Final = 256
@@ -68,8 +68,8 @@ class CostPart(IntEnum):
     """A byte, from a remote store to CPU RAM."""
     PEER = 7
     """A byte, from another replica to CPU RAM."""
-    OUTPUT = 8
-    """A token of an answer, after its first one (TPOT): with the steps that prefills lengthen."""
+    OUTPUT_TOKEN = 8
+    """A token of an answer after its first one (TPOT), while the replica prefills nothing."""
 
 
 _COMPUTING: Final = (CostPart.PREFILL, CostPart.ATTENTION, CostPart.DECODE)
@@ -186,7 +186,7 @@ class CostModel:
             1 / config.disk_bytes_per_s,
             1 / config.remote_bytes_per_s,
             1 / config.peer_bytes_per_s,
-            1 / config.output_tokens_per_s,
+            weights.output_token_s,
         )
         self._seconds = list(self._start)
         self._measured_on: dict[CostPart, float] = {}
@@ -196,7 +196,7 @@ class CostModel:
         self._copied = (0.0, 0.0)
         """Bytes and seconds of the last copies."""
         self._answered = (0.0, 0.0)
-        """Output tokens and seconds of the last answers."""
+        """Tokens and seconds of the last answers."""
         self._reports_output = False
         self._reports_compute = False
         self._alone: deque[float] = deque(maxlen=_ALONE_KEPT)
@@ -303,34 +303,31 @@ class CostModel:
 
     def note_copy(self, nbytes: int, seconds: float) -> None:
         """Measure the rate of copies from other replicas; later copies count more."""
-        copied_bytes, copied_s = self._copied
-        self._copied = (_COPY_KEPT * copied_bytes + nbytes, _COPY_KEPT * copied_s + seconds)
-        per_second = self._copied[0] / self._copied[1]
-        measured_on = self.measured_on(CostPart.PEER) + nbytes
-        self.report(CostPart.PEER, per_second, measured_on)
+        self._copied = self._average(CostPart.PEER, self._copied, _COPY_KEPT, nbytes, seconds)
 
-    def report_output(self, tokens_per_s: float, tokens: float) -> None:
-        """Set the output tokens per second of one answer, as a server says that it computes them.
+    def note_output_tokens(self, tokens: int, seconds: float) -> None:
+        """Measure how fast answers are written unless the server says it; later ones count more."""
+        if self._reports_output or tokens <= 0 or seconds <= 0:
+            return
+        self._answered = self._average(
+            CostPart.OUTPUT_TOKEN, self._answered, _ANSWER_KEPT, tokens, seconds
+        )
+
+    def _average(
+        self, part: CostPart, before: tuple[float, float], kept: float, amount: int, seconds: float
+    ) -> tuple[float, float]:
+        """Set the rate of a part to the weighted mean of all observations; return their sums."""
+        sums = kept * before[0] + amount, kept * before[1] + seconds
+        self.report(part, sums[0] / sums[1], self.measured_on(part) + amount)
+        return sums
+
+    def report_output_tokens(self, tokens_per_s: float, tokens: float) -> None:
+        """Set how fast answers are written, as a server says that itself.
 
         ``tokens`` is how many it has computed since its start.
         """
         self._reports_output = True
-        self.report(CostPart.OUTPUT, tokens_per_s, tokens)
-
-    def note_answer(self, output_tokens: int, seconds: float) -> None:
-        """Measure output tokens per second on an answer, unless the server reports them.
-
-        ``output_tokens`` came within ``seconds`` after the first one. Later answers count more.
-        """
-        if self._reports_output or output_tokens <= 0 or seconds <= 0:
-            return
-        tokens, answered_s = self._answered
-        self._answered = (
-            _ANSWER_KEPT * tokens + output_tokens,
-            _ANSWER_KEPT * answered_s + seconds,
-        )
-        measured_on = self.measured_on(CostPart.OUTPUT) + output_tokens
-        self.report(CostPart.OUTPUT, self._answered[0] / self._answered[1], measured_on)
+        self.report(CostPart.OUTPUT_TOKEN, tokens_per_s, tokens)
 
     def tick(self, *, is_idle: bool = True) -> None:
         """Forget a speed that was not measured for a minute; to be called once a second.
@@ -347,7 +344,7 @@ class CostModel:
                 self._seconds[part] = self._start[part]
                 if part is CostPart.PEER:
                     self._copied = (0.0, 0.0)
-                elif part is CostPart.OUTPUT:
+                elif part is CostPart.OUTPUT_TOKEN:
                     self._answered = (0.0, 0.0)
                 elif part is CostPart.PREFILL:
                     self._alone.clear()

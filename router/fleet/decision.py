@@ -10,7 +10,7 @@ from enum import StrEnum
 from math import inf
 
 from router.config.cost_weights import CostWeights
-from router.fleet.cost_model import Cost, Work
+from router.fleet.cost_model import Cost, CostPart, Work
 from router.fleet.replica import SLOW_TIERS, Replica
 from router.fleet.replica_queue import NO_KV, KvNeed
 from router.index.prompt_keys import ChunkRun, KvTier, PromptKeys
@@ -43,6 +43,17 @@ class PeerSource:
     """Seconds that the copy saves over computing those chunks."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefiller:
+    """Another replica, which prefills the prompt; the candidate's replica pulls its KV."""
+
+    replica: Replica
+    work: Work
+    """At that replica."""
+    cost: Cost
+    pull_bytes: float
+
+
 @dataclass(slots=True, kw_only=True)  # not frozen: many are made for each decision
 class Candidate:
     """A replica for one prompt, the source of its KV, and the predicted parts of its TTFT."""
@@ -60,6 +71,7 @@ class Candidate:
     prefetch_gain_s: float = 0.0
     """Seconds that the chunks on disk and remote save over computing them."""
     source: PeerSource | None = None
+    prefiller: Prefiller | None = None
     waiting: int = 0
     """Requests at the replica, or reserved for it, without a first token yet."""
     busy_share: float = 0.0
@@ -68,6 +80,8 @@ class Candidate:
     that leaves it for that reason takes its KV with it."""
     own_share: float = 0.0
     """The same of the replica alone: for fetches, which delay nobody elsewhere."""
+    output_tokens: float = 0.0
+    """Expected length of the answer."""
     beyond_home_s: float = 0.0
     """Seconds of work that the session's home would not have: what is computed or fetched here is
     there already, and takes room from other KV in the caches."""
@@ -102,6 +116,27 @@ class Candidate:
         """Seconds of the replica's time, for computing and for fetching."""
         return self.cost.busy_s + self.cost.fetch_s
 
+    @property
+    def slowed_s(self) -> float:
+        """Seconds by which the prefill delays the answers that are running, in total."""
+        return self.work.decoding * self.cost.prefill_s
+
+    def decode_s(self, weights: CostWeights) -> float:
+        """Return the expected seconds from the first token to the last one.
+
+        Prefills take their share of the replica's time. This one counts as those do that came
+        before it: where it is computed, more like it follow.
+        """
+        share = min(
+            weights.most_prefill_share, self.own_share + self.cost.busy_s / weights.recent_s
+        )
+        token_s = self.replica.rates.seconds(CostPart.OUTPUT_TOKEN)
+        return self.output_tokens * token_s / (1.0 - share)
+
+    def after_s(self, weights: CostWeights) -> float:
+        """Return the seconds that count after a first token: this answer's, and other answers'."""
+        return self.decode_s(weights) + self.slowed_s
+
     def behind(self, weights: CostWeights) -> float:
         """Return how many requests are expected to wait behind this one.
 
@@ -135,8 +170,9 @@ class Candidate:
         return own_s + (1.0 + behind) * self.beyond_home_s
 
     def score_s(self, weights: CostWeights) -> float:
-        """Return what the picker minimizes: ``ttft + others``."""
-        return self.cost.ttft_s + self.others_s(weights)
+        """Return what the picker minimizes, in seconds before a first token."""
+        after_s = self.after_s(weights) / weights.first_token_weight
+        return self.cost.ttft_s + self.others_s(weights) + after_s
 
     def slow_keys(self) -> tuple[bytes, ...]:
         """Return the whole digests of the chunks to use that lie only on disk or remote."""
@@ -212,5 +248,31 @@ class Decision:
 
     @property
     def is_staged(self) -> bool:
-        """Whether KV must be brought to the replica's CPU RAM before the request is sent."""
-        return bool(self.prefetch_keys) or self.copy is not None
+        """Whether KV must be brought to the replica's CPU RAM, or be computed at another replica,
+        before the request is sent."""
+        return (
+            bool(self.prefetch_keys) or self.copy is not None or self.picked.prefiller is not None
+        )
+
+    def first_leg(self) -> "Decision | None":
+        """Return the decision for the prefill at another replica; None if there is none."""
+        picked, prefiller = self.picked, self.picked.prefiller
+        if prefiller is None:
+            return None
+        replica = prefiller.replica
+        alike = (replica.key_shape, replica.adapters) == (
+            picked.replica.key_shape,
+            picked.replica.adapters,
+        )
+        return Decision(
+            picked=Candidate(
+                replica=replica,
+                keys=picked.keys if alike else PromptKeys(),
+                matched_tokens={},
+                work=prefiller.work,
+                cost=prefiller.cost,
+            ),
+            reason=self.reason,
+            prompt_tokens=self.prompt_tokens,
+            streamed=False,
+        )

@@ -6,6 +6,7 @@ changed. It does no I/O and reads no clock. Feeds, health checks and the proxy r
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
@@ -52,19 +53,19 @@ class Fleet:
     ) -> None:
         """``jitter`` returns random numbers from 0 to 1, for the times that breakers are open."""
         self.config = config
-        self.weights = weights
+        self.weights = replace(weights, first_token_weight=config.first_token_weight)
         self.aliases: Mapping[str, str] = config.model_aliases
         """By further names that clients may use, the names of models."""
         self.replicas = Replicas(config.breaker, jitter)
         for each in config.replicas:
-            self.replicas.add(each, config.rates, weights)
+            self.replicas.add(each, config.rates, self.weights)
         self.index = PrefixIndex(self._index_keys())
-        self.sessions = Sessions(config.sessions.max_sessions, config.sessions.ttl_s, weights)
-        self.output_lengths = OutputLengths(config.sessions.max_sessions, weights)
+        self.sessions = Sessions(config.sessions.max_sessions, config.sessions.ttl_s, self.weights)
+        self.output_lengths = OutputLengths(config.sessions.max_sessions, self.weights)
         self.prefills = PrefillTracker()
         self.started = 0
         """Requests ever started."""
-        self._recent = RecentWork(weights)
+        self._recent = RecentWork(self.weights)
         self._unanswered: set[Ticket] = set()
         self._contexts: dict[str, Sequence[tuple[int, str]]] = {}
         self._contexts_version = self.replicas.version
@@ -106,6 +107,8 @@ class Fleet:
         overdue = {each.replica for each in self._unanswered if each.is_overdue(now_s)}
         for replica in self.replicas.values():
             replica.is_overdue = replica in overdue
+            if replica.nixl_due_s <= now_s:
+                replica.resume_nixl(works=False)
         self.index.tick(now_s)
         self.replicas.tick()
         self.replicas.release(self.index.is_clear, now_s)
@@ -120,7 +123,17 @@ class Fleet:
         return self._recent.share(now_s) / max(1, len(self.replicas))
 
     def start(self, decision: Decision, now_s: float) -> Ticket:
-        """Count a request as in flight, and its prompt as arriving on its replica's GPU."""
+        """Count a request as in flight, and its prompt as arriving on its replica's GPU.
+
+        If another replica prefills the prompt, it is in flight there too (`Ticket.first_leg`).
+        """
+        self.started += 1
+        ticket = self._start(decision, now_s)
+        if (first_leg := decision.first_leg()) is not None:
+            ticket.first_leg = self._start(first_leg, now_s)
+        return ticket
+
+    def _start(self, decision: Decision, now_s: float) -> Ticket:
         replica, keys = decision.picked.replica, decision.picked.keys
         speculative = None
         ttl_s = self._speculative_ttl_s(replica, by_tokens=bool(keys.chain))
@@ -131,7 +144,6 @@ class Fleet:
             if self.home(session, now_s) is None:
                 self.sessions.forget(session)  # its home may have been removed
             self.sessions.note(session, replica.serial, now_s)
-        self.started += 1
         self._recent.note(decision.picked.cost.busy_s, now_s)
         return Ticket(
             decision,
@@ -259,6 +271,10 @@ class Fleet:
         if found:  # clients choose other names
             self._contexts[model] = found
         return found
+
+    def pause_nixl(self, replica_id: str, now_s: float) -> float | None:
+        """Pause a replica's remote prefills, since one failed: see `Replica.pause_nixl`."""
+        return self.replicas[replica_id].pause_nixl(now_s)
 
     def match_by_text(self, replica_ids: Collection[str]) -> None:
         """Match prompts by text at these replicas only, where tokens differ from the router's."""

@@ -80,6 +80,11 @@ class Ticket:
     `finish` must be called on every way out, and may be called more than once.
     """
 
+    first_leg: "Ticket | None" = None
+    """The prefill of its prompt at another replica; it ends with this one at the latest."""
+    is_pulling: bool = False
+    """Whether its replica pulls the prompt's KV from another one."""
+
     def __init__(
         self,
         decision: Decision,
@@ -178,6 +183,11 @@ class Ticket:
             self._join_queue(now_s)
         else:
             self._move(PhaseEvent.SENT, now_s)
+
+    def pulls(self, now_s: float) -> None:
+        """Note that it is sent now, and that its replica pulls the KV of the whole prompt."""
+        self.is_pulling = True
+        self.sent(now_s)
 
     def first_byte(
         self,
@@ -280,6 +290,8 @@ class Ticket:
         replica.decoding += (after is Phase.DECODING) - (before is Phase.DECODING)
         if after is Phase.ENDED:
             self._leave_queue(now_s)
+            if self.first_leg is not None:
+                self.first_leg.finish(now_s, ok=False)
         return True
 
     def _join_queue(self, now_s: float) -> None:
@@ -339,7 +351,7 @@ class Ticket:
             answer_s = now_s - self.started_s - self._ttft_s
             self.replica.note_answer(answer_s)
             if output_tokens is not None:
-                self.replica.rates.note_answer(output_tokens - 1, answer_s)
+                self.replica.note_output_tokens(output_tokens - 1, answer_s, now_s)
         elif self._stored_s is not None:
             self.replica.note_answer(now_s - self._stored_s)
 
@@ -348,7 +360,7 @@ class Ticket:
         work = self._work
         if cached_tokens is not None:
             work = work.with_cached(cached_tokens, self.replica.kv_bytes_per_token)
-        if self._was_alone and not work.queue_s:
+        if self._was_alone and not work.queue_s and not self.is_pulling:
             rates = self.replica.rates
             was_used = rates.note_alone(work, ttft_s - self._lag_s)
             if was_used and rates.measured_on(CostPart.PREFILL) <= _SHARED_AT_ONCE:

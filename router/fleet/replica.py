@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Final
 
 from router.config.cost_weights import DEFAULT_WEIGHTS, CostWeights
-from router.config.settings import BreakerConfig, RatesConfig, ReplicaConfig
+from router.config.settings import BreakerConfig, NixlRole, RatesConfig, ReplicaConfig
 from router.fleet.breaker import Breaker, Circuit
 from router.fleet.cost_model import CostModel, CostPart, PredictionErrors, RecentWork
 from router.fleet.replica_queue import ReplicaQueue
@@ -37,6 +37,8 @@ _UNKNOWN_KEYS: Final = (
 )
 _MANY_UNTOLD: Final = 8
 """Answered prompts with new blocks, and no KV event: one or two may have found others' blocks."""
+_NIXL_PAUSE_S: Final = 1.0
+_LONGEST_NIXL_PAUSE_S: Final = 300.0
 _KEPT_S: Final = 120.0
 """A removed replica is found by its ids for this long at least: longer than any prefetch or copy
 runs that uses an id."""
@@ -148,6 +150,12 @@ class Replica:
     """Tokens brought to its CPU RAM, or under way, for requests without a first token."""
     no_copies_until_s: float = 0.0
     """No copies from or to it until then, since one failed."""
+    nixl_role: NixlRole | None = None
+    """What it may do by NixlConnector: prefill for others, decode for others, or both. None also
+    while that is paused, since it failed."""
+    nixl_due_s: float = inf
+    """When such a pause ends."""
+    _nixl_pause_s: float = 0.0
     rests: bool = False
     """Whether it gets no requests while another is up, since they would hang."""
     breaker: Breaker = field(default_factory=Breaker)
@@ -204,6 +212,7 @@ class Replica:
             slot=slot,
             serial=serial,
             config=config,
+            nixl_role=config.nixl_role,
             weights=weights,
             rates=CostModel(rates, weights),
             kv_bytes_per_token=rates.kv_bytes_per_token,
@@ -263,6 +272,24 @@ class Replica:
     def can_give(self, now_s: float) -> bool:
         """Whether other replicas can copy chunks from it."""
         return self.transfer_port is not None and self.no_copies_until_s <= now_s
+
+    def pause_nixl(self, now_s: float) -> float | None:
+        """Take no part in remote prefills for a while; return the seconds, None if it is paused.
+
+        Each pause is twice as long as the one before, until `resume_nixl` says that it works.
+        """
+        if self.nixl_role is None:
+            return None
+        self._nixl_pause_s = min(2 * self._nixl_pause_s or _NIXL_PAUSE_S, _LONGEST_NIXL_PAUSE_S)
+        self.nixl_role, self.nixl_due_s = None, now_s + self._nixl_pause_s
+        return self._nixl_pause_s
+
+    def resume_nixl(self, *, works: bool) -> None:
+        """End a pause, if there is one; ``works``: the next one is short again."""
+        if self.nixl_due_s < inf:
+            self.nixl_role, self.nixl_due_s = self.config.nixl_role, inf
+        if works:
+            self._nixl_pause_s = 0.0
 
     def take_info(self, info: InstanceInfo) -> bool:
         """Apply an agent's report; return whether the replica has restarted."""
@@ -338,6 +365,24 @@ class Replica:
             self.answers, self.weights.recent_requests
         )
         self.queue.set_answer_s(self._answer_s)
+
+    def note_output_tokens(self, tokens: int, seconds: float, now_s: float) -> None:
+        """Note that an answer took so long for the tokens after its first one.
+
+        The rate is that of a replica which prefills nothing: so one that computes much counts as
+        slow only while it does, whatever its last answers took.
+        """
+        self.rates.note_output_tokens(tokens, seconds * self._unprefilled_share(now_s))
+
+    def report_output_tokens(self, tokens_per_s: float, tokens: float, now_s: float) -> None:
+        """Note how fast answers were written lately, as its server says.
+
+        ``tokens`` is how many it has computed since its start.
+        """
+        self.rates.report_output_tokens(tokens_per_s / self._unprefilled_share(now_s), tokens)
+
+    def _unprefilled_share(self, now_s: float) -> float:
+        return 1.0 - min(self.weights.most_prefill_share, self.recent.share(now_s))
 
     def note_work(self, busy_s: float, now_s: float) -> None:
         """Note the predicted work of the request that was just sent there."""

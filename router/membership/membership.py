@@ -66,6 +66,7 @@ def discovered(
         kv_replay=at("tcp", each.kv_replay_port),
         api_key=each.api_key,
         hash_seed=each.hash_seed,
+        nixl_role=each.nixl_role,
     )
 
 

@@ -81,6 +81,12 @@ class _Fields(msgspec.Struct):
     kv_transfer_params: Any = UNSET
     mm_processor_kwargs: Any = UNSET
     media_io_kwargs: Any = UNSET
+    n: Any = UNSET
+    best_of: Any = UNSET
+    use_beam_search: Any = UNSET
+    echo: Any = UNSET
+    prompt_logprobs: Any = UNSET
+    background: Any = UNSET
 
 
 _FIELDS: Final = msgspec.json.Decoder(_Fields)
@@ -142,13 +148,71 @@ def with_members(body: BodyBytes, changed: Mapping[str, str]) -> bytes:
     return msgspec.json.encode(members)
 
 
-def with_new_member(body: BodyBytes, name: str, value: str) -> BodyBytes:
+def with_new_member(body: BodyBytes, name: str, value: str | msgspec.Raw) -> BodyBytes:
     """Return the body, a JSON object without this member, with it; the rest stays as written."""
     opening = _OPENING.match(body)
     assert opening is not None, "the body has been read"
     rest = memoryview(body)[opening.end() - len(opening[1]) :]
     comma = b"" if opening[1] else b","
     return joined([b"{", msgspec.json.encode({name: value})[1:-1], comma, rest])
+
+
+REMOTE_DECODE: Final = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""``kv_transfer_params`` by which a vLLM with NixlConnector keeps a prompt's KV for another one."""
+
+
+_OUTPUT_LIMITS: Final = {
+    "/v1/chat/completions": ("max_tokens", "max_completion_tokens"),
+    "/v1/completions": ("max_tokens",),
+    "/v1/messages": ("max_tokens",),
+    "/v1/responses": ("max_output_tokens",),
+}
+"""The members that limit an answer, by the endpoints whose prefill another replica can do."""
+_NOT_PREFILLED: Final = ("stream_options", "min_tokens", "return_token_ids")
+"""Members that count for the answer alone, and that a prefill refuses or that make it longer."""
+
+
+def may_split(path: str, fields: Mapping[str, Any]) -> bool:
+    """Whether one replica may prefill a request's prompt for another one.
+
+    Not if it has several prompts or answers, if it asks for something about the prompt itself, if
+    only one replica can know its prompt, or if the client names KV to transfer itself.
+    """
+    prompt = fields.get("prompt")
+    several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+    return (
+        path in _OUTPUT_LIMITS
+        and not several
+        and all(fields.get(each) in (None, 1) for each in ("n", "best_of"))
+        and not any(fields.get(each) for each in ("echo", "use_beam_search", "background"))
+        and all(
+            fields.get(each) is None
+            for each in ("prompt_logprobs", "prompt_embeds", "previous_response_id")
+        )
+        and not any(fields.get(each) == 0 for each in _OUTPUT_LIMITS[path])
+        and "kv_transfer_params" not in fields
+    )
+
+
+def prefill_body(path: str, body: BodyBytes) -> bytes:
+    """Return the body by which a replica computes a prompt and keeps its KV for another one."""
+    members: dict[str, object] = {
+        name: value
+        for name, value in _decoded(body, _MEMBERS).items()
+        if name not in _NOT_PREFILLED
+    }
+    members |= dict.fromkeys(_OUTPUT_LIMITS[path], 1)
+    members |= {"stream": False, "kv_transfer_params": REMOTE_DECODE}
+    if path == "/v1/responses":
+        members["store"] = False
+    return msgspec.json.encode(members)
 
 
 def joined(parts: Sequence[bytes | memoryview]) -> BodyBytes:

@@ -43,6 +43,8 @@ the replica is well."""
 MAY_BE_REQUESTS: Final = frozenset({Cause.CUT, Cause.ERROR, Cause.GATEWAY})
 """Causes that may lie in the request: a prompt that kills one engine kills the next one too.
 vLLM's server answers 500 when its engine has died."""
+_OF_LEGS: Final = frozenset({Cause.PREFILL, Cause.PULL})
+"""Causes that lie in two replicas' transfer of KV: each may still answer by itself."""
 _LONG_PROMPT_TOKENS: Final = 65_536
 """The keys of a longer prompt are made in a thread: they take 0.1 ms per thousand new tokens."""
 
@@ -255,6 +257,7 @@ class RequestLifecycle:
         among: Collection[str] | None = None,
         sees_tokens: bool = True,
         forgiven: int = 0,
+        may_split: bool = False,
     ) -> Admitted:
         """Wait until the request may go; return its placement and its ticket.
 
@@ -262,14 +265,19 @@ class RequestLifecycle:
         prompt. The request goes to a replica in ``among``, if that is given.
         ``sees_tokens``: whether the first token of a streamed answer will be seen.
         ``forgiven``: the replicas of this many first failed tries may be asked again.
+        ``may_split``: whether another replica may prefill the prompt.
         Await nothing between this call and the ``try`` that releases the ticket.
         """
         asked_s = time.monotonic()
-        failed = tuple(each.replica_id for each in record.failed_tries[forgiven:])
+        failed = tuple(
+            each.replica_id for each in record.failed_tries[forgiven:] if each.cause not in _OF_LEGS
+        )
+        request = self._to_place(asked, prompt_keys, key=record.key, failed=failed)
         request = replace(
-            self._to_place(asked, prompt_keys, key=record.key, failed=failed),
+            request,
             among=among,
             streamed=asked.streamed and sees_tokens,
+            may_split=may_split and request.may_split,
         )
         admitted = await self._admission.admit(
             request,
@@ -296,7 +304,7 @@ class RequestLifecycle:
         began_s = time.monotonic()
         record.prepared = await self._stager.prepare(decision)
         record.step("stage", began_s)
-        if decision.is_staged or record.prepared.waited_s > 0:
+        if ticket.first_leg is None and (decision.is_staged or record.prepared.waited_s > 0):
             ticket.sent(time.monotonic(), is_staged=record.prepared.is_staged)
 
     # The answer
@@ -322,7 +330,16 @@ class RequestLifecycle:
         is_token = streamed and bool(record.prompt_tokens)
         ticket.first_byte(began_s, streamed=is_token, lag_s=lag_s)
         self._note_result(ticket, ok=True)
+        if ticket.is_pulling:
+            ticket.replica.resume_nixl(works=True)
         self._admission.wake()
+
+    def prefilled(self, first_leg: Ticket, usage: Usage) -> None:
+        """Note that a replica has prefilled a prompt for another one, and release its ticket."""
+        first_leg.first_byte(time.monotonic(), streamed=False)
+        first_leg.replica.resume_nixl(works=True)
+        self._note_result(first_leg, ok=True)
+        self.release(first_leg, ok=True, usage=usage)
 
     def cut(self, ticket: Ticket) -> None:
         """Note that a replica broke off its answer after it had begun."""
@@ -337,16 +354,18 @@ class RequestLifecycle:
         detail: str,
         *,
         retry_after_s: float | None = None,
+        is_prefill: bool = False,
     ) -> None:
         """Note that the last try failed before its answer began. Does not release the ticket.
 
-        ``retry_after_s`` is the replica's ``Retry-After``, if it sent one.
+        ``retry_after_s`` is the replica's ``Retry-After``, if it sent one. ``is_prefill``: the
+        ticket is that of the first leg.
         """
-        assert record.replica_id is not None
+        failed_id = ticket.replica.id
         before = [
             each.replica_id
             for each in record.failed_tries
-            if each.cause in MAY_BE_REQUESTS and each.replica_id != record.replica_id
+            if each.cause in MAY_BE_REQUESTS and each.replica_id != failed_id
         ]
         if cause in MAY_BE_REQUESTS and before:
             # It failed so at two replicas: that shows nothing about either.
@@ -355,22 +374,24 @@ class RequestLifecycle:
             self._note_result(ticket, ok=False)
         record.failed_tries.append(
             FailedTry(
-                replica_id=record.replica_id,
+                replica_id=failed_id,
                 cause=cause,
                 detail=detail,
                 retry_after_s=retry_after_s,
+                is_prefill=is_prefill,
             )
         )
         record.prepared = StagingResult()  # the staged KV was for that replica
-        if cause not in (Cause.ABSENT, Cause.BUSY, Cause.LOCAL):
-            self._health.suspect(record.replica_id, cause)
+        if cause not in (Cause.ABSENT, Cause.BUSY, Cause.LOCAL, Cause.PREFILL):
+            self._health.suspect(failed_id, cause)
 
     # The end
 
     def finish(self, ticket: Ticket, record: RequestRecord, usage: Usage, *, ok: bool) -> None:
         """Release a request whose answer had begun, with the answer's own counts."""
-        record.cached_tokens, record.output_tokens = usage.cached_tokens, usage.output_tokens
-        record.answer_tokens = usage.tokens_about
+        leg = record.first_leg
+        record.cached_tokens = usage.cached_tokens if leg is None else leg.cached_tokens
+        record.output_tokens, record.answer_tokens = usage.output_tokens, usage.tokens_about
         if ok and usage.tokens_about is not None:
             self.fleet.output_lengths.note(ticket.session, record.key, usage.tokens_about)
         self.release(ticket, ok=ok, usage=usage if record.prompt_tokens else NO_USAGE)
@@ -383,7 +404,8 @@ class RequestLifecycle:
             time.monotonic(),
             ok=ok,
             prompt_tokens=usage.prompt_tokens,
-            cached_tokens=usage.cached_tokens,
+            # Of KV that was pulled they say nothing about this replica.
+            cached_tokens=None if ticket.is_pulling else usage.cached_tokens,
             output_tokens=usage.tokens_about,
         )
         self._admission.wake()
@@ -447,4 +469,5 @@ class RequestLifecycle:
             output_tokens=self.fleet.output_lengths.expected(
                 asked.session, key, asked.output_tokens
             ),
+            may_split=asked.may_split and bound_to is None,
         )

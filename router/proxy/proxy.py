@@ -27,6 +27,7 @@ from router.policy import ParsedRequest, Plane, endpoint_label, stores
 from router.proxy.first_byte_waits import FirstByteWaits
 from router.proxy.lifecycle import MAY_BE_REQUESTS, RequestLifecycle
 from router.proxy.relay import ClientAnswer, UsageReader, relay
+from router.proxy.remote_prefill import PrefillFailedError, RemotePrefill
 from router.proxy.upstream import (
     AttemptFailedError,
     ReplicaAnswer,
@@ -150,7 +151,7 @@ _Begun = tuple[ReplicaAnswer, Ticket]
 """A replica's answer that has begun, and the ticket to release at its end."""
 _NOT_BEGUN: Final = (Cause.CONNECT, Cause.LOCAL, Cause.ABSENT, Cause.NO_MODEL)
 """Causes after which the replica has certainly not begun with the request."""
-_NOT_TAKEN: Final = (*_NOT_BEGUN, Cause.BUSY, Cause.STATUS)
+_NOT_TAKEN: Final = (*_NOT_BEGUN, Cause.BUSY, Cause.STATUS, Cause.PREFILL, Cause.PULL)
 """Causes after which the replica has most likely done nothing for the request."""
 _MOST_PATIENCE_S: Final = 5.0
 """The router waits for a replica's ``Retry-After`` up to this; a longer one goes to the client."""
@@ -273,12 +274,20 @@ class Proxy:
         record = client.record
         refusal: web.Response | None = None
         forgiven = 0
+        prefill = RemotePrefill(
+            client,
+            asked,
+            upstream=self._upstream,
+            lifecycle=self._lifecycle,
+            waits=self._waits,
+            is_keyed=GRANT in client.request,
+        )
         while True:
             try:
                 if not self._counted(record):
-                    return await self._try(client, asked, prompt_keys)
+                    return await self._try(client, asked, prompt_keys, prefill)
                 async with self._retrying(asked, record):
-                    return await self._try(client, asked, prompt_keys, forgiven=forgiven)
+                    return await self._try(client, asked, prompt_keys, prefill, forgiven=forgiven)
             except AttemptFailedError as failure:
                 refusal = failure.answer
                 if not self._may_retry(asked, record):
@@ -332,22 +341,28 @@ class Proxy:
 
     def _tries_left(self, record: RequestRecord) -> int:
         """Return how many more replicas may be asked; after one that it may have broken, one."""
-        counted = self._counted(record)
-        left = self._config.retries + 1 - len(counted)
+        left = self._config.retries + 1 - len(self._counted(record))
+        counted = [each for each in record.failed_tries if each.cause is not Cause.ABSENT]
         if any(each.cause in MAY_BE_REQUESTS for each in counted):
             left = min(left, 2 - sum(each.cause not in _NOT_TAKEN for each in counted))
         return left
 
     @staticmethod
     def _counted(record: RequestRecord) -> list[FailedTry]:
-        """Return the failed tries that count against ``retries``."""
-        return [each for each in record.failed_tries if each.cause is not Cause.ABSENT]
+        """Return the failed tries that count against ``retries``: first legs have their own limit,
+        and after them the request was sent nowhere else."""
+        return [
+            each
+            for each in record.failed_tries
+            if each.cause is not Cause.ABSENT and not each.is_prefill
+        ]
 
     async def _try(
         self,
         client: ClientAnswer,
         asked: ParsedRequest,
         prompt_keys: PromptKeyCache,
+        prefill: RemotePrefill,
         *,
         forgiven: int = 0,
     ) -> _Begun:
@@ -357,13 +372,16 @@ class Proxy:
         `RequestLifecycle.admit`.
         """
         request, record = client.request, client.record
-        admitted = await self._lifecycle.admit(asked, prompt_keys, record, forgiven=forgiven)
+        admitted = await self._lifecycle.admit(
+            asked, prompt_keys, record, forgiven=forgiven, may_split=prefill.is_possible
+        )
         # In flight from here on, not from after the prefetch: requests with the same prompt that
         # arrive meanwhile must see it. Await nothing before the ``try``: if the client left
         # then, nobody would release the ticket.
         decision, ticket = admitted.decision, admitted.ticket
         try:
             await self._lifecycle.prepare(admitted, record)
+            body = await prefill.body(ticket)
             with self._wait(asked, ticket.replica, record) as wait:
                 answer = await self._upstream.send(
                     request.method,
@@ -375,16 +393,23 @@ class Proxy:
                         is_keyed=GRANT in request,
                         traceparent=record.begin_try(decision.url),
                     ),
-                    body=asked.body,
+                    body=body,
                     wait=wait,
                     client=client,
-                    repeatable=asked.repeatable,
+                    # A replica that broke off may have pulled the KV already: not from there again.
+                    repeatable=asked.repeatable and not ticket.is_pulling,
                     seeks=asked.seeks and self._lifecycle.bound_to(asked) is None,
                     has_model=asked.model is not None,
                 )
         except AttemptFailedError as failure:
+            first_leg = ticket.first_leg if isinstance(failure, PrefillFailedError) else None
+            cause = failure.cause
+            if first_leg is None:
+                cause = prefill.second_leg_failed(ticket, failure)
             self._lifecycle.failed(
-                ticket, record, failure.cause, failure.detail, retry_after_s=failure.retry_after_s
+                *(first_leg or ticket, record, cause, failure.detail),
+                retry_after_s=failure.retry_after_s,
+                is_prefill=first_leg is not None,
             )
             self._lifecycle.release(ticket)
             raise

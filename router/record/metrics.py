@@ -57,6 +57,10 @@ _COUNTERS: Final = {
         ["replica", "result"],
     ),
     "copies": ("Copies of other replicas' KV, by how they ended", ["replica", "result"]),
+    "remote_prefills": (
+        "Prompts that a replica was to prefill for another one, by how that ended (done, failed)",
+        ["replica", "result"],
+    ),
     "copy_bytes": ("Bytes copied from other replicas before forwarding", ["replica"]),
 }
 """What each tells, and its labels."""
@@ -84,6 +88,11 @@ _HISTOGRAMS: Final = {
     "retry_wait_seconds": (
         "How long requests that were tried again waited between their tries",
         [],
+        _TTFT_BUCKETS_S,
+    ),
+    "remote_prefill_seconds": (
+        "How long a replica took to prefill a prompt for another one",
+        ["replica"],
         _TTFT_BUCKETS_S,
     ),
     "prefetch_wait_seconds": (
@@ -262,6 +271,11 @@ class Metrics(Collector):
         for each in record.failed_tries:
             at_fault = None if each.cause is Cause.LOCAL else each.replica_id
             self._count("failed_tries", self._label(at_fault), each.cause)
+            if each.is_prefill:
+                self._count("remote_prefills", self._label(at_fault), "failed")
+        if (leg := record.first_leg) is not None:
+            self._count("remote_prefills", self._label(leg.replica_id), "done")
+            self._time("remote_prefill_seconds", leg.seconds, self._label(leg.replica_id))
         if record.reason is not None:
             self._count("decisions", record.reason)
         if record.rejected is not None:

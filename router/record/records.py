@@ -121,6 +121,22 @@ class Cause(StrEnum):
     """The replica answered 404, and another may store what was asked for."""
     NO_MODEL = "no-model"
     """The replica answered 404: it does not serve the model, against what it had reported."""
+    PREFILL = "prefill"
+    """The replica should have prefilled the prompt for another one. It refused (4xx), or
+    NixlConnector does not run there."""
+    PULL = "pull"
+    """The replica should have pulled the prompt's KV from another one, and answered 500. Either may
+    be at fault."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstLeg:
+    """The prefill of a prompt at one replica for another one."""
+
+    replica_id: str
+    seconds: float
+    cached_tokens: int | None
+    """Tokens of the prompt that were cached there, as its ``usage`` said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +148,8 @@ class FailedTry:
     detail: str
     retry_after_s: float | None = None
     """The replica's ``Retry-After``."""
+    is_prefill: bool = False
+    """Whether it was a first leg, to prefill the prompt for another replica."""
     ended_s: float = field(default_factory=time.monotonic, compare=False)
 
 
@@ -139,7 +157,8 @@ class RequestStep(NamedTuple):
     """A step of a request in the router."""
 
     name: str
-    """``read`` (its prompt), ``wait`` (for a replica), ``stage`` (KV), ``retry`` (waiting to)."""
+    """``read`` (its prompt), ``wait`` (for a replica), ``stage`` (KV), ``prefill`` (elsewhere),
+    ``retry`` (waiting to)."""
     began_s: float
     ended_s: float
 
@@ -198,6 +217,8 @@ class RequestRecord:
     predicted_ttft_s: float | None = None
     prepared: StagingResult = field(default_factory=StagingResult)
     """At that replica."""
+    first_leg: FirstLeg | None = None
+    """Where the prompt was prefilled for that replica; None: there itself."""
     failed_tries: list[FailedTry] = field(default_factory=list)
     steps: list[RequestStep] = field(default_factory=list)
     tries: list[Try] = field(default_factory=list)
@@ -227,14 +248,14 @@ class RequestRecord:
         """Note that a step has ended now."""
         self.steps.append(RequestStep(name, began_s, time.monotonic()))
 
-    def begin_try(self, url: str) -> str | None:
-        """Note that the request is sent to its replica now.
+    def begin_try(self, url: str, replica_id: str | None = None) -> str | None:
+        """Note that the request is sent to its replica now, or to the one named.
 
         Returns the replica's ``traceparent``; None to pass on the client's.
         """
         made = self.trace is not None and self.trace.span_id is not None
         span_id = new_span_id() if made else None
-        self.tries.append(Try(str(self.replica_id), url, time.monotonic(), span_id))
+        self.tries.append(Try(replica_id or str(self.replica_id), url, time.monotonic(), span_id))
         return None if self.trace is None or span_id is None else self.trace.header(span_id)
 
     def waited_to_retry(self, began_s: float) -> None:
@@ -290,6 +311,8 @@ def answer_headers(record: RequestRecord, *, is_tenant: bool = False) -> dict[st
     }
     for tier in KvTier:
         headers[f"x-warmroute-matched-{tier}"] = str(record.matched_tokens.get(tier, 0))
+    if record.first_leg is not None:
+        headers["x-warmroute-prefiller"] = record.first_leg.replica_id
     return headers | record.prepared.headers()
 
 

@@ -19,7 +19,7 @@ import orjson
 
 from router.config.settings import RequestLogConfig, RouterConfig, TracingConfig
 from router.index.prompt_keys import KvTier
-from router.record.records import Cause, Outcome, RequestRecord
+from router.record.records import Cause, FirstLeg, Outcome, RequestRecord
 from router.staging.stager import StagingResult
 from warmroute_common.config_reader import ConfigError
 from warmroute_common.log_format import LogFormatter
@@ -87,6 +87,10 @@ FIELDS: Final[Mapping[str, tuple[str, _Value]]] = {
         "KV copied from another replica: `result`, `from`, chunks, bytes",
         lambda r: _copy(r.prepared),
     ),
+    "prefilled": (
+        "by another replica: `by`, `seconds`, `cached_tokens` there",
+        lambda r: None if r.first_leg is None else _leg(r.first_leg),
+    ),
     "predicted_ttft_s": ("from its end of waiting", lambda r: _rounded(r.predicted_ttft_s)),
     "ttft_s": (
         "from accepting it to the first byte (not streamed: to the headers)",
@@ -148,6 +152,14 @@ def _copy(prepared: StagingResult) -> dict[str, object] | None:
     }
 
 
+def _leg(leg: FirstLeg) -> dict[str, object]:
+    return {
+        "by": leg.replica_id,
+        "seconds": _rounded(leg.seconds),
+        "cached_tokens": leg.cached_tokens,
+    }
+
+
 def text_line(record: RequestRecord) -> str:
     """Return a request's record as one line for a person."""
     matched = ",".join(f"{tier}:{count}" for tier, count in record.matched_tokens.items() if count)
@@ -164,6 +176,7 @@ def text_line(record: RequestRecord) -> str:
         "output_tokens": record.output_tokens,
         "prefetch": record.prepared.prefetch,
         "copy": record.prepared.copy,
+        "prefilled_by": None if record.first_leg is None else record.first_leg.replica_id,
         "held_ms": _ms(record.held_s or None),
         "ttft_ms": _ms(record.ttft_s),
         "predicted_ms": _ms(record.predicted_ttft_s),

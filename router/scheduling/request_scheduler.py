@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 
 import xxhash
 
-from router.config.cost_weights import DEFAULT_WEIGHTS, CostWeights
+from router.config.cost_weights import CostWeights
 from router.config.settings import PolicyName
 from router.fleet.cost_model import CostPart, Work
 from router.fleet.decision import Candidate, Decision, KvCopy, Reason
@@ -329,8 +329,10 @@ class PlacementRequest:
     """Ids of the replicas that may be asked; None: all."""
     streamed: bool = True
     """Whether the answer is streamed, so that its first token will be seen."""
-    output_tokens: float = DEFAULT_WEIGHTS.output_tokens
-    """Expected length of the answer (`OutputLengths.expected`)."""
+    output_tokens: float | None = None
+    """Expected length of the answer; None: nothing is known of it."""
+    may_split: bool = False
+    """Whether another replica may prefill the prompt."""
 
 
 class RequestScheduler:
@@ -382,6 +384,7 @@ class RequestScheduler:
             sources=matches.sources(now_s) if config.prefetch.enabled else (),
             reserved=reserved or ReservedWork(),
             busy_share=fleet.busy_share(now_s),
+            output_tokens=request.output_tokens or weights.output_tokens,
             now_s=now_s,
         )
         candidates = tuple(

@@ -52,7 +52,7 @@ class Scorer:
 
     ``sources`` are replicas that hold much of the prompt, each with its number of blocks: others
     may copy from them what they lack. ``reserved`` is work that goes to replicas before this
-    prompt. ``busy_share`` is the fleet's.
+    prompt. ``busy_share`` is the fleet's, ``output_tokens`` the expected length of the answer.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class Scorer:
         sources: Sequence[tuple[Replica, int]] = (),
         reserved: ReservedWork,
         busy_share: float,
+        output_tokens: float,
         now_s: float,
     ) -> None:
         self._index = index
@@ -72,6 +73,7 @@ class Scorer:
         self._sources = sources
         self._reserved = reserved
         self._busy_share = busy_share
+        self._output_tokens = output_tokens
         self._now_s = now_s
         self._needed: tuple[PromptKeys, KvNeed] | None = None
 
@@ -123,6 +125,7 @@ class Scorer:
             + self._reserved.requests(replica.slot),
             busy_share=self._busy_share,
             own_share=replica.recent.share(self._now_s),
+            output_tokens=self._output_tokens,
         )
         slow = [tier for tier in SLOW_TIERS if matched.get(tier)]
         if not slow:
@@ -344,6 +347,7 @@ def _idle_instead(
         if each.cost.queue_s == 0.0 and not each.waiting
         if each.ttft_s < picked.ttft_s - weights.near_s
         if each.cost.busy_s <= picked.cost.busy_s + weights.near_s
+        if each.after_s(weights) <= picked.after_s(weights) + weights.near_s
     ]
     return min(idle, key=lambda each: each.ttft_s, default=picked)
 

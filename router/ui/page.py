@@ -14,7 +14,6 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from router.fleet.cost_model import CostPart
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica
 from router.index.prompt_keys import KvTier
@@ -92,14 +91,8 @@ def _replica(replica: Replica, fleet: Fleet, window: Sums, now_s: float) -> dict
         "prompt_tokens": tokens.prompt,
         "matched_tokens": _by_tier(tokens.matched),
         "warmth": tokens.warmth,
-        "tpot_s": _tpot_s(replica),
         "homes": fleet.sessions.at_home().get(replica.serial, 0),
     }
-
-
-def _tpot_s(replica: Replica) -> float | None:
-    rates = replica.rates
-    return rates.seconds(CostPart.OUTPUT) if rates.knows(CostPart.OUTPUT) else None
 
 
 def _note(replica: Replica, now_s: float) -> str | None:

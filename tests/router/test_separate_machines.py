@@ -73,7 +73,7 @@ class Apart:
     stack: AsyncExitStack
 
     @property
-    def entries(self) -> list[dict[str, str]]:
+    def entries(self) -> list[dict[str, Any]]:
         """The replicas as the configuration names them."""
         names = ("url", "agent_url", "instance_id")
         return [{name: each[name] for name in names} for each in self.where["replicas"]]

@@ -139,7 +139,7 @@ def test_sessions_that_share_a_prompt_do_not_gather_on_one_replica(seed: int) ->
     records = play(OURS, given, replace(FLEET, replicas=4)).records
     assert all(each.ok for each in records)
     firsts = Counter(each.instance_id for each in records if not each.turn)
-    assert len(firsts) == 4
+    assert len(firsts) >= 3
     assert max(firsts.values()) <= 20
     assert mean(each.ttft_s or inf for each in records) < 0.9
 

@@ -30,7 +30,7 @@ class StandIn:
         self.tokens: Any = None
         """A function from /tokenize's body to tokens; None: 404."""
         self.completion: Any = None
-        """Awaited with the body of a completion."""
+        """Awaited with the body of a completion; returns more members of its answer, or None."""
 
     def app(self) -> web.Application:
         app = web.Application()
@@ -78,8 +78,8 @@ class StandIn:
     async def _complete(self, request: web.Request) -> web.Response:
         if self.completion is None:
             raise web.HTTPInternalServerError(text="out of order")
-        await self.completion(await request.json())
-        return web.json_response({"choices": []})
+        more = await self.completion(await request.json())
+        return web.json_response({"choices": [], **(more or {})})
 
 
 async def examined(

@@ -284,3 +284,69 @@ async def test_an_agent_that_asks_for_none_is_noted(
         report = await examined(*entries)
     told = found(report, Level.NOTE)["one", "fleet-secret"]
     assert "answers every caller" in told
+
+
+async def test_nixl_connector_is_probed_where_a_role_says_that_it_runs() -> None:
+    """One answers a first leg with where its KV is, the other ignores what it is asked for."""
+    asked: list[dict[str, Any]] = []
+
+    async def hand_over(body: dict[str, Any]) -> dict[str, Any] | None:
+        if "kv_transfer_params" not in body:
+            return None  # the probe of KV events
+        asked.append(body)
+        where = {"remote_engine_id": "e", "remote_host": "10.0.0.1", "remote_port": 5600}
+        return {"kv_transfer_params": where}
+
+    async def ignore(body: dict[str, Any]) -> dict[str, Any]:
+        return {"kv_transfer_params": None}
+
+    async with two() as (one, other, entries):
+        one.completion, other.completion = hand_over, ignore
+        entries[0]["nixl_role"], entries[1]["nixl_role"] = "prefill", "decode"
+        report = await examined(*entries)
+        assert not asked and ("two", "nixl") not in found(report), "nothing is sent without --probe"
+        report = await examined(*entries, probe=True)
+        assert "reach it at 10.0.0.1:5600" in found(report, Level.OK)["one", "nixl"]
+        told = found(report)["two", "nixl"]
+        assert "NixlConnector does not run there" in told and "--kv-transfer-config" in told
+        assert [each["kv_transfer_params"]["do_remote_decode"] for each in asked] == [True]
+        assert asked[0]["max_tokens"] == 1
+        other.completion = None
+        report = await examined(*entries, probe=True)
+        assert "got 500: out of order" in found(report)["two", "nixl"]
+
+
+@pytest.mark.parametrize(
+    ("roles", "alone"),
+    [
+        (("both", "both"), set()),
+        (("prefill", "decode"), set()),
+        (("both", None), {"one can prefill for no replica", "one can decode for no replica"}),
+        (("decode", "decode"), {"one, two can decode for no replica"}),
+    ],
+)
+async def test_a_nixl_role_that_no_other_replica_completes(
+    roles: tuple[str | None, ...], alone: set[str]
+) -> None:
+    async with two() as (_, _, entries):
+        for entry, role in zip(entries, roles, strict=True):
+            entry["nixl_role"] = role
+        report = await examined(*entries)
+        told = [
+            each.line
+            for section in report.sections
+            for each in section.findings
+            if each.check == "nixl-pairs"
+        ]
+        assert len(told) == len(alone)
+        assert all(any(each in line for line in told) for each in alone), told
+
+
+async def test_replicas_of_two_models_are_no_pair() -> None:
+    async with two() as (_, other, entries):
+        other.models = [{"id": "n", "root": "/no/other"}]
+        entries[0]["nixl_role"], entries[1]["nixl_role"] = "prefill", "decode"
+        report = await examined(*entries)
+        assert (
+            "nixl_role: two can decode for no replica" in found(report)["the fleet", "nixl-pairs"]
+        )

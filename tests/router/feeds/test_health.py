@@ -183,8 +183,8 @@ async def test_speeds_in_its_metrics_are_used_unless_an_engine_of_ours_measures_
     rates = fleet.replicas["r"].rates
     known = {part for part in CostPart if rates.knows(part)}
     computing = {CostPart.PREFILL, CostPart.ATTENTION, CostPart.DECODE}
-    assert known == {CostPart.OUTPUT} | ({*computing, CostPart.LOAD} if knows else set())
-    assert rates.per_second(CostPart.OUTPUT) == pytest.approx(4_000)
+    assert known == {CostPart.OUTPUT_TOKEN} | ({*computing, CostPart.LOAD} if knows else set())
+    assert rates.per_second(CostPart.OUTPUT_TOKEN) == pytest.approx(4_000)
     if knows:
         assert rates.per_second(CostPart.PREFILL) == pytest.approx(4_000)
         per_token = fleet.replicas["r"].kv_bytes_per_token

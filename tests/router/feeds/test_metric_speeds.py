@@ -95,7 +95,7 @@ def between_tokens(seconds: float, tokens: int) -> str:
 
 def test_the_time_between_output_tokens_is_read() -> None:
     before = between_tokens(1.0, 100)
-    assert speeds(before, between_tokens(5.0, 300)) == [Speed(CostPart.OUTPUT, 50.0, 300)]
+    assert speeds(before, between_tokens(5.0, 300)) == [Speed(CostPart.OUTPUT_TOKEN, 50.0, 300)]
     assert speeds(before, between_tokens(2.0, 150)) == []
 
 

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import aiohttp
 import pytest
@@ -190,7 +191,10 @@ async def test_a_replica_that_joined_in_another_s_place_is_followed(
     """The end of the following of the one that left takes nothing from it, though of one name."""
     async with publisher(context) as source, aiohttp.ClientSession() as session:
         await source.publish(stored(BLOCKS, list(PROMPT.token_ids or ())))
-        endpoints = {"kv_events": source.endpoint, "kv_replay": source.replay_endpoint}
+        endpoints: dict[str, Any] = {
+            "kv_events": source.endpoint,
+            "kv_replay": source.replay_endpoint,
+        }
         config = ReplicaConfig(url="http://127.0.0.1:1", **endpoints)
         fleet = Fleet(RouterConfig(replicas=(config,)))
         feeds = Feeds(fleet, session)

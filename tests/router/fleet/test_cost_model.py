@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.config.cost_weights import DEFAULT_WEIGHTS
 from router.config.settings import RatesConfig
 from router.fleet.cost_model import CostModel, CostPart, Work
 from warmroute_common.agent_protocol import ComputeRates
@@ -120,27 +121,27 @@ def test_later_copies_count_more() -> None:
 
 def test_output_speed_is_measured_on_answers_unless_the_server_reports_it() -> None:
     rates = CostModel(CONFIG)
-    assert rates.seconds(CostPart.OUTPUT) == 1 / CONFIG.output_tokens_per_s
-    rates.note_answer(0, 1.0)
-    assert not rates.knows(CostPart.OUTPUT)
-    rates.note_answer(100, 10.0)
-    assert rates.seconds(CostPart.OUTPUT) == pytest.approx(0.1)
-    for _ in range(60):
-        rates.note_answer(100, 1.0)
-    assert rates.seconds(CostPart.OUTPUT) == pytest.approx(0.01, rel=0.05)
-    rates.report_output(40.0, 1000)
-    rates.note_answer(100, 1.0)
-    assert rates.seconds(CostPart.OUTPUT) == pytest.approx(1 / 40)
+    assert rates.seconds(CostPart.OUTPUT_TOKEN) == DEFAULT_WEIGHTS.output_token_s
+    rates.note_output_tokens(0, 1.0)
+    assert not rates.knows(CostPart.OUTPUT_TOKEN)
+    rates.note_output_tokens(100, 10.0)
+    assert rates.seconds(CostPart.OUTPUT_TOKEN) == pytest.approx(0.1)
+    for _ in range(90):
+        rates.note_output_tokens(100, 1.0)
+    assert rates.seconds(CostPart.OUTPUT_TOKEN) == pytest.approx(0.01, rel=0.05)
+    rates.report_output_tokens(40.0, 1000)
+    rates.note_output_tokens(100, 1.0)
+    assert rates.seconds(CostPart.OUTPUT_TOKEN) == pytest.approx(1 / 40)
 
 
 def test_an_output_speed_is_forgotten_with_the_answers_that_it_was_measured_on() -> None:
     rates = CostModel(CONFIG)
-    rates.note_answer(1000, 1000.0)
+    rates.note_output_tokens(1000, 1000.0)
     for _ in range(61):
         rates.tick()
-    assert rates.seconds(CostPart.OUTPUT) == 1 / CONFIG.output_tokens_per_s
-    rates.note_answer(10, 1.0)
-    assert rates.seconds(CostPart.OUTPUT) == pytest.approx(0.1)
+    assert rates.seconds(CostPart.OUTPUT_TOKEN) == DEFAULT_WEIGHTS.output_token_s
+    rates.note_output_tokens(10, 1.0)
+    assert rates.seconds(CostPart.OUTPUT_TOKEN) == pytest.approx(0.1)
 
 
 def test_a_server_that_reports_nothing_gets_one_number_from_prefills_alone() -> None:

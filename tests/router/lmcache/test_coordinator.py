@@ -293,7 +293,11 @@ def test_a_server_that_is_killed_and_comes_back_has_its_l2() -> None:
 
 def test_one_decision_over_our_engine_lmcache_and_neither() -> None:
     """Chunks of 512 tokens in ours, of 256 in LMCache's; the third tells nothing."""
-    urls = {"r0": {"agent_url": "http://host0:9"}, "r1": {"lmcache": "http://host1:9"}, "r2": {}}
+    urls: dict[str, dict[str, Any]] = {
+        "r0": {"agent_url": "http://host0:9"},
+        "r1": {"lmcache": "http://host1:9"},
+        "r2": {},
+    }
     config = RouterConfig(
         replicas=tuple(
             ReplicaConfig(url=f"http://{name}:8000", instance_id=name, **more)

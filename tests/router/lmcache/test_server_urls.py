@@ -1,5 +1,7 @@
 """Which server belongs to which replica: by configuration, by host, or not clear."""
 
+from typing import Any
+
 import pytest
 
 from router.config.settings import ReplicaConfig
@@ -15,7 +17,7 @@ def server(name: str, ip: str, port: int = 8210) -> RegisteredServer:
     )
 
 
-def replicas(*urls: str, **more: str) -> dict[str, ReplicaConfig]:
+def replicas(*urls: str, **more: Any) -> dict[str, ReplicaConfig]:
     return {f"r{at}": ReplicaConfig(url=url, **more) for at, url in enumerate(urls)}
 
 

@@ -1,9 +1,17 @@
 """What tests here share."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import openai
+import pytest
 
+from router.fleet.decision import Decision, Prefiller
+from router.fleet.fleet import Fleet as RouterFleet
+from router.fleet.replica import Replica
+from router.scheduling.request_scheduler import PlacementRequest, RequestScheduler
+from router.scheduling.scorer import ReservedWork
 from tests.router.conftest import Running
 
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
@@ -11,3 +19,28 @@ ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "h
 
 def openai_client(router: Running) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{router.url}/v1", api_key="mine", max_retries=0)
+
+
+Choose = Callable[[Decision, RouterFleet], Replica | None]
+"""Which replica prefills for a decision's; None: none."""
+
+
+def prefilling_at(monkeypatch: pytest.MonkeyPatch, choose: Choose) -> None:
+    """Let each decision have the prefiller that ``choose`` names, as the scheduler would."""
+    place = RequestScheduler.place
+
+    def places(
+        scheduler: RequestScheduler,
+        request: PlacementRequest,
+        now_s: float,
+        reserved: ReservedWork | None = None,
+    ) -> Decision:
+        decision = place(scheduler, request, now_s, reserved)
+        replica = choose(decision, scheduler.fleet) if request.may_split else None
+        if replica in (None, decision.picked.replica) or replica.id in request.exclude:
+            return decision
+        picked = decision.picked
+        prefiller = Prefiller(replica=replica, work=picked.work, cost=picked.cost, pull_bytes=0.0)
+        return replace(decision, picked=replace(picked, prefiller=prefiller))
+
+    monkeypatch.setattr(RequestScheduler, "place", places)

@@ -1,0 +1,244 @@
+"""Prefill at one replica and decode at another, by vLLM's NixlConnector.
+
+The first leg sends the prompt to the prefiller, which computes it and answers with
+``kv_transfer_params``: where its KV is. The second leg is the client's request with these
+parameters: its replica pulls the KV and decodes. The prefiller keeps the KV until it was pulled, or
+until its lease ends.
+
+A prefiller does not notice that the KV it lends was lent twice, and the one that pulls does not
+notice that a lease has ended: it would decode from other prompts' KV. So parameters are sent to one
+replica only, unless none has received them, and not after `_LEASE_S`. After any other failure the
+prompt is prefilled again, which costs little where its KV still is.
+"""
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from router.fleet.in_flight import Ticket
+from router.fleet.replica import Replica
+from router.policy import ParsedRequest
+from router.prompt.request_body import BodyBytes, off_loop, prefill_body, with_new_member
+from router.proxy.first_byte_waits import FirstByteWaits
+from router.proxy.lifecycle import RequestLifecycle
+from router.proxy.relay import ClientAnswer, Usage, UsageReader
+from router.proxy.upstream import (
+    AnswerCutError,
+    AttemptFailedError,
+    ReplicaAnswer,
+    Upstream,
+    forwarded_headers,
+)
+from router.record.records import Cause, FirstLeg
+
+log = logging.getLogger("warmroute.replicas")
+
+_LEASE_S: Final = 20.0
+"""vLLM keeps KV that nobody pulls for 30 s (``kv_lease_duration``); the replica that pulls renews
+the lease as soon as it has the request."""
+_MOST_FAILED: Final = 2
+"""First legs of a request that may fail; then it is prefilled where it is decoded."""
+_MOST_ANSWER_BYTES: Final = 8 << 20
+"""A million tokens in blocks of 16 are about half a MiB of block ids."""
+_NOT_RECEIVED: Final = (Cause.CONNECT, Cause.LOCAL)
+"""Causes after which a replica has certainly not seen the second leg."""
+
+
+class PrefillFailedError(AttemptFailedError):
+    """The first leg failed: the fault is the prefiller's, and nothing was sent elsewhere."""
+
+
+class _Answer(msgspec.Struct):
+    """What counts of a first leg's answer."""
+
+    kv_transfer_params: msgspec.Raw = msgspec.Raw()
+
+
+_ANSWER: Final = msgspec.json.Decoder(_Answer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Lent:
+    """KV of a prompt that a prefiller keeps until one replica has pulled it."""
+
+    params: msgspec.Raw
+    prefiller: Replica
+    since_s: float
+    leg: FirstLeg
+
+
+class RemotePrefill:
+    """The first legs of one request, over all its tries."""
+
+    def __init__(
+        self,
+        client: ClientAnswer,
+        asked: ParsedRequest,
+        *,
+        upstream: Upstream,
+        lifecycle: RequestLifecycle,
+        waits: FirstByteWaits,
+        is_keyed: bool,
+    ) -> None:
+        """``is_keyed``: whether the router checks clients' keys."""
+        self._client = client
+        self._asked = asked
+        self._upstream = upstream
+        self._lifecycle = lifecycle
+        self._waits = waits
+        self._is_keyed = is_keyed
+        self._lent: _Lent | None = None
+        self._failed = 0
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the next try may have a first leg."""
+        return self._asked.may_split and self._failed < _MOST_FAILED
+
+    async def body(self, ticket: Ticket) -> BodyBytes:
+        """Return the body for a ticket's replica; run the first leg before, if there is one.
+
+        Raises `PrefillFailedError`. The ticket owns the first leg's: releasing it releases both.
+        """
+        asked, record, leg = self._asked, self._client.record, ticket.first_leg
+        lent = self._still_lent(ticket.replica)
+        if leg is not None and lent is None:
+            lent = await self._prefill(leg)
+        elif leg is not None:
+            self._lifecycle.release(leg)
+        record.first_leg = None if lent is None else lent.leg
+        if lent is None:
+            return asked.body
+        self._lent = lent
+        ticket.pulls(time.monotonic())
+        return await off_loop(
+            len(asked.body), with_new_member, asked.body, "kv_transfer_params", lent.params
+        )
+
+    def second_leg_failed(self, ticket: Ticket, failure: AttemptFailedError) -> Cause:
+        """Note that the replica of a try failed; return the cause to record."""
+        if not ticket.is_pulling:
+            return failure.cause
+        if failure.cause not in _NOT_RECEIVED:
+            self._lent = None
+        if failure.cause is not Cause.ERROR:
+            return failure.cause
+        self._failed = _MOST_FAILED
+        self._lifecycle.fleet.pause_nixl(ticket.replica.id, time.monotonic())
+        return Cause.PULL
+
+    def _still_lent(self, replica: Replica) -> _Lent | None:
+        """Return KV that an earlier try has left, if a replica can pull it."""
+        lent, self._lent = self._lent, None
+        if lent is None or time.monotonic() - lent.since_s > _LEASE_S:
+            return None
+        model = self._asked.model or ""
+        is_pair = lent.prefiller.adapters.get(model) == replica.adapters.get(model)
+        can_pull = replica.nixl_role in ("both", "decode") and lent.prefiller is not replica
+        return lent if can_pull and is_pair else None
+
+    async def _prefill(self, leg: Ticket) -> _Lent:
+        began_s = time.monotonic()
+        try:
+            answer, usage = await self._answer(leg)
+        except AttemptFailedError as failure:
+            # A replica that refuses the request (4xx) or does not lend is not asked again.
+            is_final = failure.cause is Cause.PREFILL
+            self._failed = _MOST_FAILED if is_final else self._failed + 1
+            raise PrefillFailedError(failure.cause, failure.detail, failure.answer) from failure
+        self._lifecycle.prefilled(leg, usage)
+        now_s = time.monotonic()
+        self._client.record.step("prefill", began_s)
+        return _Lent(
+            params=answer.kv_transfer_params,
+            prefiller=leg.replica,
+            since_s=now_s,
+            leg=FirstLeg(
+                replica_id=leg.replica.id,
+                seconds=now_s - began_s,
+                cached_tokens=usage.cached_tokens,
+            ),
+        )
+
+    async def _answer(self, leg: Ticket) -> tuple[_Answer, Usage]:
+        """Have the prefiller compute the prompt; return where its KV is. Raises
+        `AttemptFailedError`."""
+        asked, request, record = self._asked, self._client.request, self._client.record
+        replica = leg.replica
+        body = await off_loop(len(asked.body), prefill_body, asked.endpoint, asked.body)
+        tried = [each.replica_id for each in record.failed_tries]
+        with self._waits.at(replica, model=asked.model, tried=tried, may_move=True) as wait:
+            answer = await self._upstream.send(
+                "POST",
+                replica.config.url + request.path_qs,
+                headers=self._headers(request.headers, replica, len(record.tries)),
+                body=body,
+                wait=wait,
+                client=self._client,
+                repeatable=True,
+                has_model=asked.model is not None,
+            )
+        try:
+            whole = await self._read(answer)
+        finally:
+            answer.close()
+        found = None
+        if answer.is_ok:
+            with suppress(msgspec.MsgspecError, ValueError, RecursionError):
+                found = _ANSWER.decode(whole)
+        if not answer.is_ok:
+            raise AttemptFailedError(Cause.PREFILL, f"refused to prefill: {answer.status}")
+        if found is None or not bytes(found.kv_transfer_params).startswith(b"{"):
+            self._lends_nothing(replica)
+            raise AttemptFailedError(
+                Cause.PREFILL,
+                "its answer has no kv_transfer_params: NixlConnector does not run there",
+            )
+        reader = UsageReader(streamed=False)
+        reader.feed(whole)
+        return found, reader.read()
+
+    async def _read(self, answer: ReplicaAnswer) -> bytes:
+        """Return the whole body of an answer; raise `AttemptFailedError` if it does not come."""
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._lifecycle.config.timeouts.stream_idle_s):
+                async for chunk in answer.chunks():
+                    body += chunk
+                    if len(body) > _MOST_ANSWER_BYTES:
+                        raise AttemptFailedError(Cause.PREFILL, "its answer is too long")
+        except TimeoutError:
+            raise AttemptFailedError(Cause.TIMEOUT, "its answer did not end in time") from None
+        except AnswerCutError as error:
+            raise AttemptFailedError(Cause.CUT, str(error)) from error
+        return bytes(body)
+
+    def _headers(
+        self, sent: CIMultiDictProxy[str], replica: Replica, number: int
+    ) -> CIMultiDict[str]:
+        record = self._client.record
+        return forwarded_headers(
+            sent,
+            # vLLM names the KV that it lends by this id.
+            request_id=f"{record.request_id}-prefill{number}",
+            api_key=replica.config.api_key,
+            is_keyed=self._is_keyed,
+            traceparent=record.begin_try(replica.config.url, replica.id),
+        )
+
+    def _lends_nothing(self, replica: Replica) -> None:
+        if (pause_s := self._lifecycle.fleet.pause_nixl(replica.id, time.monotonic())) is not None:
+            log.warning(
+                "%s has nixl_role '%s', but its answers have no kv_transfer_params: start its vLLM "
+                "with NixlConnector, or remove nixl_role; it prefills for no other replica for "
+                "%g s",
+                replica.id,
+                replica.config.nixl_role,
+                pause_s,
+            )
