@@ -18,7 +18,7 @@ A request enters and leaves in one of these ways:
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, inf
 from typing import Final
 
@@ -100,8 +100,11 @@ class AdmissionQueue:
         """
         if not at_once:
             self.refuse_if_full(request.client, now_s)
-        decision = self._scheduler.place(request, now_s)
         may_wait = self._holds and not at_once
+        permitted_s = min(max_wait_s, self._config.max_wait_s)
+        if may_wait:
+            request = replace(request, begin_by_s=now_s + permitted_s)
+        decision = self._scheduler.place(request, now_s)
         if may_wait:
             # Rates differ slightly between replicas: requests of about the same length count too.
             # Otherwise a burst of equal prompts would all wait for the replica of the last one.
@@ -110,7 +113,6 @@ class AdmissionQueue:
             if ahead.requests(decision.picked.replica.slot):
                 decision = self._scheduler.place(request, now_s, ahead)
         picked = decision.picked
-        permitted_s = min(max_wait_s, self._config.max_wait_s)
         waiting = WaitingRequest(
             request=request,
             arrived_s=now_s,

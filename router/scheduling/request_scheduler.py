@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import chain, islice
+from math import inf
 from typing import Final, TypeAlias
 
 import xxhash
@@ -329,6 +330,8 @@ class PlacementRequest:
     """Ids of the replicas that may be asked; None: all."""
     streamed: bool = True
     """Whether the answer is streamed, so that its first token will be seen."""
+    begin_by_s: float = inf
+    """When a replica must begin with it, by the clock of `RequestScheduler.place`."""
     output_tokens: float | None = None
     """Expected length of the answer; None: nothing is known of it."""
     may_split: bool = False
@@ -392,7 +395,11 @@ class RequestScheduler:
         )
         _weigh_leaving(candidates, home)
         if foreseen is None:
-            picked, reason = pick(config.policy, candidates, context)
+            # A replica where it disturbs nobody is of no use if it begins too late.
+            in_time = [
+                each for each in candidates if now_s + each.cost.queue_s <= request.begin_by_s
+            ]
+            picked, reason = pick(config.policy, in_time or candidates, context)
         else:
             replica, reason = foreseen
             picked = next(each for each in candidates if each.replica is replica)

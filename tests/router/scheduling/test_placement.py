@@ -156,6 +156,17 @@ def test_how_fast_a_replica_writes_is_forgotten_and_known_of_new_replicas() -> N
     assert slow.rates.per_second(CostPart.OUTPUT_TOKEN) == pytest.approx(100)
 
 
+def test_a_replica_that_would_begin_too_late_is_picked_only_if_all_would() -> None:
+    """Many answers run at r0, none at r1, whose queue is longer than the request may wait."""
+    fleet, prompt = make_copying_fleet(2), tokens(6400)
+    fleet.replicas["r0"].decoding = 50
+    make_busy(fleet, "r1", 3.0)
+    assert place(fleet, prompt).replica_id == "r1"
+    assert place(fleet, prompt, begin_by_s=2.5).replica_id == "r0"
+    make_busy(fleet, "r0", 2.6)
+    assert place(fleet, prompt, begin_by_s=2.5).replica_id == "r1"
+
+
 def test_a_draining_replica_gives_its_kv_to_others() -> None:
     fleet, prompt = make_copying_fleet(3), tokens(6400)
     snapshot(fleet, "r0", cpu=chunks(prompt))
