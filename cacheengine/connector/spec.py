@@ -116,17 +116,13 @@ def rank_mismatch(ranks: Sequence[RankMemory]) -> str | None:
 def _gather(own: RankMemory) -> list[RankMemory]:
     if not torch.distributed.is_initialized():
         return [own]
-    group = _ranks_of_replica()
+    try:
+        group = get_inner_dp_world_group()
+    except AssertionError:  # no data parallel ranks: the world is one replica
+        group = get_world_group()
     ranks: list[Any] = [None] * group.world_size
     torch.distributed.all_gather_object(ranks, own, group=group.cpu_group)
     return ranks
-
-
-def _ranks_of_replica() -> Any:
-    try:
-        return get_inner_dp_world_group()
-    except AssertionError:  # no data parallel ranks: the world is one replica
-        return get_world_group()
 
 
 def exit_with_parent(grace_s: float = _EXIT_GRACE_S) -> None:

@@ -26,7 +26,7 @@ _LONGEST_S: Final = 60.0
 
 
 class Promotes(Protocol):
-    """The calls of `CacheEngine` that are used here."""
+    """The calls of `CacheEngine`, which describes them, that are used here."""
 
     def promote(
         self,
@@ -35,26 +35,19 @@ class Promotes(Protocol):
         pin_s: float,
         holder: Holder = None,
         is_demand: bool = False,
-    ) -> Promotion:
-        """Bring a prefix into the pool."""
+    ) -> Promotion: ...
 
-    def arrivals(self, keys: Sequence[bytes]) -> list[float | None]:
-        """Return in how many seconds each chunk is expected if it is promoted now; None: ready."""
+    def arrivals(self, keys: Sequence[bytes]) -> list[float | None]: ...
 
-    def arrival_s(self, promotion: Promotion) -> float:
-        """Return in how many seconds the last of a promotion's reads is expected to end."""
+    def arrival_s(self, promotion: Promotion) -> float: ...
 
-    def measure_again(self, keys: Sequence[bytes]) -> None:
-        """Read a few chunks for nobody, if their tier's speed was not measured for a while."""
+    def measure_again(self, keys: Sequence[bytes]) -> None: ...
 
-    def may_promote(self) -> bool:
-        """Whether a chunk from below would find room."""
+    def may_promote(self) -> bool: ...
 
-    def room_s(self) -> float:
-        """Return in how many seconds a full pool may have room: 0 if at any moment."""
+    def room_s(self) -> float: ...
 
-    def leave(self, keys: Iterable[bytes], holder: str, *, keep_ready: bool = False) -> None:
-        """End a holder's pins of chunks, and its waits for them."""
+    def leave(self, keys: Iterable[bytes], holder: str, *, keep_ready: bool = False) -> None: ...
 
 
 @dataclass(slots=True)

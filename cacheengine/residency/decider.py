@@ -158,11 +158,20 @@ class Decider:
         return ProtectedKeys(frozenset(keys), prefix, self.state.is_below)
 
     def prepare_store(
-        self, keys: Sequence[bytes], now_s: float, protected: Container[bytes]
+        self,
+        keys: Sequence[bytes],
+        now_s: float,
+        protected: Container[bytes],
+        *,
+        is_refused: bool = False,
     ) -> StoreReservation:
-        """Reserve slots for chunks that are not there, the leading ones that find room."""
+        """Reserve slots for chunks that are not there, the leading ones that find room.
+
+        ``is_refused``: a chunk before these has found none, so they get none.
+        """
         wanted = [*filter(self._is_storable, keys)]
-        slots, evicted = self.state.make_room(len(wanted), protected, now_s)
+        most = 0 if is_refused else len(wanted)
+        slots, evicted = self.state.make_room(most, protected, now_s)
         entries = [self.pool.add(key, EntryState.STORING) for key in wanted[:slots]]
         self.stats.store_drops += len(wanted) - slots
         return StoreReservation(
@@ -171,12 +180,6 @@ class Decider:
             tuple(evicted),
             tuple(wanted[slots:]),
         )
-
-    def refuse_store(self, keys: Sequence[bytes]) -> StoreReservation:
-        """Reserve nothing: a chunk before these has found no room."""
-        refused = tuple(filter(self._is_storable, keys))
-        self.stats.store_drops += len(refused)
-        return StoreReservation((), (), (), refused)
 
     def _is_storable(self, key: bytes) -> bool:
         if self.state.entry(key) is not None:
@@ -202,37 +205,38 @@ class Decider:
         `put_down` must follow for these.
         """
         entries = [self._being_stored(key) for key in keys]
-        # A chunk that was cleared while it was stored never becomes visible.
-        whole = [entry for entry in entries if success and not self.pool.is_hidden(entry)]
-        # Backwards, so that the first chunk of a prefix is the most recent.
-        for entry in reversed(whole):
+        whole = self._end_filling(entries, now_s, are_whole=success)
+        for entry in whole:
             entry.is_prefetched = prefetched
-            self.pool.publish(entry, now_s)
             self.pool.hold(entry)
-            self.state.settle(entry.key, PromotionOutcome.RESIDENT)
         self.stats.stores += len(whole)
         self.stats.store_bytes += len(whole) * self.state.chunk_bytes
+        self.stats.store_failures += len(entries) - len(whole)
+        return whole
+
+    def end_check(self, keys: Sequence[bytes], now_s: float, *, are_intact: bool) -> None:
+        """Make chunks of an earlier run visible, or free their slots. They are not put down.
+
+        The last one is the most recent.
+        """
+        entries = [self._being_stored(key) for key in reversed(keys)]
+        self._end_filling(entries, now_s, are_whole=are_intact)
+
+    def _end_filling(
+        self, entries: Sequence[PoolEntry], now_s: float, *, are_whole: bool
+    ) -> list[PoolEntry]:
+        # A chunk that was cleared while it was stored never becomes visible.
+        whole = [entry for entry in entries if are_whole and not self.pool.is_hidden(entry)]
+        # Backwards, so that the first chunk of a prefix is the most recent.
+        for entry in reversed(whole):
+            self.pool.publish(entry, now_s)
+            self.state.settle(entry.key, PromotionOutcome.RESIDENT)
         self.state.emit(CPU, stored=True, keys=[entry.key for entry in whole])
         for entry in entries:
             if entry.state is not EntryState.READY:
-                self.stats.store_failures += 1
                 self.pool.remove(entry)
                 self.state.settle(entry.key, PromotionOutcome.MISSING)
         return whole
-
-    def end_check(self, keys: Iterable[bytes], now_s: float, *, are_intact: bool) -> None:
-        """Make chunks of an earlier run visible, or free their slots. They are not put down."""
-        kept = []
-        for key in keys:
-            entry = self._being_stored(key)
-            if are_intact and not self.pool.is_hidden(entry):
-                self.pool.publish(entry, now_s)
-                self.state.settle(key, PromotionOutcome.RESIDENT)
-                kept.append(key)
-            else:
-                self.pool.remove(entry)
-                self.state.settle(key, PromotionOutcome.MISSING)
-        self.state.emit(CPU, stored=True, keys=kept)
 
     def put_down(self, entries: Iterable[PoolEntry], now_s: float) -> None:
         """Queue the puts of chunks made visible, and release them."""

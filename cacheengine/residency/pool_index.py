@@ -5,6 +5,7 @@ Pure bookkeeping: no I/O, no clock, no threads. The caller serializes calls and 
 
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import islice
 from math import inf
@@ -37,45 +38,31 @@ _CLEARED: Final = -1
 """The generation of an entry that was cleared alone: never the current one."""
 
 
+@dataclass(slots=True, eq=False)
 class PoolEntry:
     """One chunk of the pool, and what keeps it there.
 
     Only `PoolIndex` changes it, except for ``is_prefetched``.
     """
 
-    __slots__ = (
-        "awaited",
-        "due_s",
-        "generation",
-        "holds",
-        "is_operator_pinned",
-        "is_prefetched",
-        "key",
-        "leases",
-        "putting",
-        "slot",
-        "state",
-    )
-
-    def __init__(self, key: bytes, slot: int, state: EntryState, generation: int) -> None:
-        self.key = key
-        self.slot = slot
-        self.state = state
-        self.generation = generation
-        """That of the pool when the entry came; another one: the entry was cleared."""
-        self.holds = 0
-        """Times held and not released."""
-        self.putting = 0
-        """Puts to lower tiers that are queued or read the bytes."""
-        self.leases = _NO_LEASES
-        """Each holder's pin: until when; while the entry is not ready, for how long after that."""
-        self.awaited = 0
-        """Requests still to come that share the pin of the holder None."""
-        self.due_s: float | None = None
-        """When the first pin of a ready entry ends."""
-        self.is_operator_pinned = False
-        self.is_prefetched = False
-        """Promoted or copied here for a request, and not held since."""
+    key: bytes
+    slot: int
+    state: EntryState
+    generation: int
+    """That of the pool when the entry came; another one: the entry was cleared."""
+    holds: int = 0
+    """Times held and not released."""
+    putting: int = 0
+    """Puts to lower tiers that are queued or read the bytes."""
+    leases: Mapping[Holder, float] = field(default_factory=lambda: _NO_LEASES)
+    """Each holder's pin: until when; while the entry is not ready, for how long after that."""
+    awaited: int = 0
+    """Requests still to come that share the pin of the holder None."""
+    due_s: float | None = None
+    """When the first pin of a ready entry ends."""
+    is_operator_pinned: bool = False
+    is_prefetched: bool = False
+    """Promoted or copied here for a request, and not held since."""
 
     @property
     def is_busy(self) -> bool:
@@ -85,13 +72,6 @@ class PoolEntry:
     def is_pinned(self, now_s: float) -> bool:
         """Whether a pin keeps a ready entry at that time."""
         return self.is_operator_pinned or any(until_s > now_s for until_s in self.leases.values())
-
-    def __repr__(self) -> str:
-        return (
-            f"<PoolEntry {self.key.hex()[:8]} slot={self.slot} {self.state.name} "
-            f"generation={self.generation} holds={self.holds} putting={self.putting} "
-            f"leases={dict(self.leases)}>"
-        )
 
 
 def _request_pins(leases: Mapping[Holder, float]) -> int:

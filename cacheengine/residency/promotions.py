@@ -3,7 +3,7 @@
 import logging
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 
 from cacheengine.record import CPU
@@ -197,14 +197,12 @@ class PrefixPromotion:
 
     promotion: Promotion
     keys: Sequence[bytes]
+    protected: frozenset[bytes]
+    """The same keys: they do not leave the pool for each other."""
     pin_s: float
     position: int = 0
     asks_from: int = 0
     """While it asks the remote tier for what follows: the position of the next question."""
-    protected: frozenset[bytes] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.protected = frozenset(self.keys)
 
     @property
     def key(self) -> bytes:
@@ -232,7 +230,7 @@ class PrefixPromotions:
         """Return a promotion of a prefix, to `advance`; its `Promotion` has the counts."""
         self._state.stats.prefetches += 1
         promotion = Promotion(len(keys), holder, is_demand=is_demand)
-        return PrefixPromotion(promotion, keys, pin_s)
+        return PrefixPromotion(promotion, keys, frozenset(keys), pin_s)
 
     def leave(self, holder: str) -> None:
         """End the promotions of a holder that wait for an answer, before they begin to read."""
