@@ -99,7 +99,6 @@ class EngineStats:
         return self.remote if tier == "remote" else self.disk
 
     def copy(self) -> "EngineStats":
-        """Return a copy of the counts, which does not change any more."""
         return replace(self, disk=replace(self.disk), remote=replace(self.remote))
 
 
@@ -137,7 +136,6 @@ class TransferMeter:
             setattr(self._stats, name, getattr(self._stats, name) + count)
 
     def stats(self) -> TransferStats:
-        """Return a copy of the counters."""
         with self._lock:
             return replace(self._stats)
 
@@ -160,7 +158,6 @@ class BandwidthMeter:
         self.total_bytes = 0
 
     def start(self, now_s: float) -> None:
-        """An operation begins."""
         self._advance(now_s)
         self._active += 1
 

@@ -167,12 +167,10 @@ class StepWatch(MethodWatch):
         return original(scheduler, scheduler_output, *args, **kwargs)
 
     def scheduled(self, output: SchedulerOutput) -> None:
-        """Note that a step was scheduled."""
         if output.num_scheduled_tokens:
             self._scheduled.append(_ScheduledStep(output, step_contents(output), self._clock()))
 
     def ended(self, output: SchedulerOutput) -> None:
-        """Note that the results of a step are there."""
         # A step without tokens was not noted: it takes no time, and others may be under way.
         if not any(step.output is output for step in self._scheduled):
             return
@@ -247,7 +245,6 @@ class WarmrouteConnector(OffloadingConnector):  # type: ignore[misc]
         return manager
 
     def on_new_request(self, request: Request) -> None:
-        """Note which adapter the request uses."""
         lora = request.lora_request
         self._manager.keys.expect(request.request_id, adapter_of(lora) if lora else None)
         super().on_new_request(request)
@@ -318,7 +315,6 @@ class WarmrouteConnector(OffloadingConnector):  # type: ignore[misc]
         return cache is not None and cache.usage == 0 and bool(cache.reset_prefix_cache())
 
     def shutdown(self) -> None:
-        """Stop watching the weights, then stop the engine."""
         if self._watch is not None:
             self._watch.end()
             self._steps.end()
@@ -326,5 +322,4 @@ class WarmrouteConnector(OffloadingConnector):  # type: ignore[misc]
 
 
 def adapter_of(lora: LoRARequest) -> LoraAdapter:
-    """Return the engine's description of vLLM's adapter."""
     return LoraAdapter(lora.lora_name, lora.lora_path, lora.lora_int_id)

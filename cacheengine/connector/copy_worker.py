@@ -408,7 +408,6 @@ class CpuCopyWorker(OffloadingWorker):  # type: ignore[misc]
         return self._submit(job_id, dst_spec, src_spec, store=False)
 
     def get_finished(self) -> list[TransferResult]:
-        """Return the jobs that ended since the last call."""
         with self._changed:
             finished, self._finished = self._finished, []
         return finished

@@ -90,7 +90,6 @@ class RefusedStores:
         return refused
 
     def clear(self) -> None:
-        """Forget all requests."""
         self._backoffs.clear()
         self._refused.clear()
 
@@ -133,11 +132,9 @@ class RequestKeys:
         return self.versions.is_current(weights.version, weights.adapter)
 
     def stored_key(self, key: OffloadKey, req_context: ReqContext) -> bytes:
-        """Return the engine's key of a chunk."""
         return _weights(req_context).version.stored_key(get_offload_block_hash(key))
 
     def stored(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> list[bytes]:
-        """Return the engine's keys of chunks."""
         stored_key = _weights(req_context).version.stored_key
         return [stored_key(get_offload_block_hash(key)) for key in keys]
 
@@ -183,7 +180,6 @@ class ChunkStores:
         )
 
     def none(self) -> PrepareStoreOutput:
-        """Return an answer that takes no chunk."""
         return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
 
     def complete(self, keys: Collection[OffloadKey], context: ReqContext, *, success: bool) -> None:
@@ -294,12 +290,10 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         self._steps_until_flushed = max(_LEAST_STEPS_UNTIL_FLUSHED, most + 1)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Note the weights that compute the request's KV."""
         self.keys.begin(req_context)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Forget the request."""
         self.stores.refused.end(req_context.req_id)
         self._lookups.pop(req_context.req_id, None)
         self.waits.end(req_context.req_id)
@@ -401,7 +395,6 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         self.engine.release(chunks)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Mark chunks as recently used."""
         self.engine.touch(self.keys.stored(keys, req_context))
 
     def prepare_store(

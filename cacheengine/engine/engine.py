@@ -531,7 +531,6 @@ class CacheEngine:
             return {CPU: cpu, **self._io.info()}
 
     def stats(self) -> EngineStats:
-        """Return a copy of the counters."""
         with self._lock as decider:
             stats = decider.counts()
             held = decider.pool.count_kept(self._clock())
@@ -539,7 +538,6 @@ class CacheEngine:
         return stats
 
     def check(self) -> None:
-        """Raise AssertionError if the engine's state contradicts itself."""
         with self._lock as decider:
             decider.check()
 

@@ -43,7 +43,6 @@ class PoolKeeper:
         self._thread = threading.Thread(target=self._run, name="kv-keep", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def wake(self) -> None:

@@ -253,7 +253,6 @@ class PromotionWaits:
         self._found.setdefault(req_id, []).append(chunk)
 
     def found_for(self, req_id: str) -> Sequence[bytes]:
-        """Return the chunks that this step's lookups found for a request."""
         return self._found.get(req_id, ())
 
     def tier_of(self, req_id: str, chunk: bytes) -> str | None:

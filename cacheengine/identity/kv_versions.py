@@ -345,7 +345,6 @@ class KvVersions:
 
     @property
     def epoch(self) -> str:
-        """The present epoch."""
         return self._epoch
 
     def of_name(self, lora: tuple[str, str] | None) -> KvVersion:

@@ -76,9 +76,8 @@ def replica(
         config.check_hash_algorithm(hash_algorithm_of(vllm_args))
         check_chunk_size(vllm_args, config)
         ranks = ranks_of(vllm_args)
-        ranks.check_memory(config, _memory_bytes())
         for config_of_one in ranks.configs(config):
-            config_of_one.check_ready()
+            config_of_one.check_ready(ranks=ranks.here)
             _check_ports(config_of_one)
         _check_model(vllm_args)
         spare_events_port, spare_replay_port = free_ports(2, in_a_row=ranks.everywhere)
@@ -110,10 +109,6 @@ def replica(
         )
         sys.exit(2)
     os.execve(command[0], command, environment)
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _needs_openai_url(config: EngineConfig) -> bool:

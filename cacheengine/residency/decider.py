@@ -84,7 +84,6 @@ class Decider:
         return Presence.UNKNOWN if self.promotions.ask(key, now_s) else Presence.MISS
 
     def match(self, keys: Sequence[bytes], now_s: float) -> list[str]:
-        """Return the tier of each chunk from the first up to the first that is nowhere."""
         source = self.state.source
         tiers: list[str] = []
         for key, is_ready in zip(keys, self.pool.are_ready(keys), strict=True):
@@ -141,7 +140,6 @@ class Decider:
         return entry.slot
 
     def release(self, keys: Iterable[bytes], now_s: float) -> None:
-        """End one hold of each chunk; KeyError for a chunk that is not held."""
         for key in keys:
             entry = self.pool.get(key)
             if entry is None or entry.holds == 0:
@@ -187,7 +185,6 @@ class Decider:
         return self.state.local_cpu or not self.state.is_below(key)
 
     def check_stores(self, keys: Iterable[bytes]) -> None:
-        """Raise KeyError unless each of these is being stored."""
         for key in keys:
             self._being_stored(key)
 
@@ -251,7 +248,6 @@ class Decider:
     # --- pins ---
 
     def may_promote(self, now_s: float) -> bool:
-        """Whether a chunk from below would find room now, and could be pinned."""
         return self.pool.may_pin(None) and self.state.has_room(now_s)
 
     def watch(self, now_s: float) -> bool:
@@ -276,10 +272,6 @@ class Decider:
     def leave(
         self, keys: Sequence[bytes], holder: str, now_s: float, *, keep_ready: bool = False
     ) -> None:
-        """End a holder's pins of chunks, given in prefix order, and its waits for them.
-
-        ``keep_ready``: only of chunks that are not ready.
-        """
         self.promotions.leave(holder)
         # Backwards, so that the first chunk of a prefix is the most recent.
         for entry in filter(None, map(self.pool.get, reversed(keys))):
@@ -291,7 +283,6 @@ class Decider:
                 self.state.remove_if_unwanted(entry, now_s)
 
     def held_in(self, keys: Sequence[bytes], tier: str) -> int:
-        """Return how many leading chunks a tier is known to hold."""
         index = self._index(tier)
         for count, key in enumerate(keys):
             if index is None or key not in index:
@@ -299,7 +290,6 @@ class Decider:
         return len(keys)
 
     def operator_pin(self, keys: Sequence[bytes], tier: str) -> int:
-        """Pin leading chunks that a tier holds; return how many, fewer if too much is pinned."""
         index = self._index(tier)
         for count, key in enumerate(keys):
             if index is None or key not in index or not index.operator_pin(key):
@@ -307,7 +297,6 @@ class Decider:
         return len(keys)
 
     def operator_unpin(self, keys: Sequence[bytes], tier: str, now_s: float) -> int:
-        """End the operator's pins of chunks that a tier held; return how many had one."""
         index = self._index(tier)
         if index is None:
             return 0
@@ -373,7 +362,6 @@ class Decider:
         return stats
 
     def check(self) -> None:
-        """Raise AssertionError if the bookkeeping contradicts itself."""
         self.state.check()
         for cascade in self.cascades.values():
             cascade.check()

@@ -246,7 +246,6 @@ class LocalIndex(LowerIndex):
         self._max_items = self.capacity_bytes // self.item_bytes
 
     def check(self) -> None:
-        """Raise AssertionError if the bookkeeping contradicts itself."""
         assert self._used_items <= self._max_items
         for few in (self._busy, self._backoffs):
             assert few.keys() <= self._items.keys()

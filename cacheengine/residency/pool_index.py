@@ -114,7 +114,6 @@ class PinDeadlines:
             yield from entries.values()
 
     def check(self, pinned: Iterable[PoolEntry]) -> None:
-        """Raise AssertionError if a pin would not be found after its deadline."""
         found = [(key, due_s) for due_s, same in self._entries.items() for key in same]
         assert len(found) == len(dict(found)) and all(self._entries.values())
         ready = (entry for entry in pinned if entry.state is EntryState.READY)
@@ -172,7 +171,6 @@ class PoolIndex:
 
     @property
     def free_slots(self) -> int:
-        """Slots that hold nothing."""
         return len(self._free)
 
     # --- lookups ---
@@ -307,23 +305,19 @@ class PoolIndex:
                     self._seals.note_use(entry.slot)
 
     def hold(self, entry: PoolEntry) -> None:
-        """Keep an entry until `release`."""
         entry.holds += 1
         self._busy.add(entry.key)
 
     def release(self, entry: PoolEntry) -> None:
-        """End one `hold`."""
         assert entry.holds > 0
         entry.holds -= 1
         self._put_back_if_unused(entry)
 
     def begin_put(self, entry: PoolEntry) -> None:
-        """Keep an entry until `end_put`."""
         entry.putting += 1
         self._busy.add(entry.key)
 
     def end_put(self, entry: PoolEntry) -> None:
-        """End one `begin_put`."""
         assert entry.putting > 0
         entry.putting -= 1
         self._put_back_if_unused(entry)
@@ -470,7 +464,6 @@ class PoolIndex:
         return True
 
     def check(self) -> None:
-        """Raise AssertionError if the bookkeeping contradicts itself."""
         slots = [entry.slot for entry in self]
         assert sorted(slots + self._free) == list(range(self.num_slots)), "a slot lost or shared"
         pinned, by_operator, in_policy = set(), set(), set()

@@ -179,7 +179,6 @@ class Promoter:
                 stats.io_errors += 1
 
     def check(self) -> None:
-        """Raise AssertionError if the bookkeeping contradicts itself."""
         for reads in self.reads.values():
             reads.check()
         reading = {entry.key for entry in self._state.pool if entry.state is EntryState.PROMOTING}
@@ -265,7 +264,6 @@ class PrefixPromotions:
         return 0.0
 
     def arrival_s(self, promotion: Promotion, now_s: float) -> float:
-        """Return in how many seconds the last of a promotion's reads is expected to end."""
         reads = self._promoter.reads
         numbers = promotion.reads.items()
         return max((reads[tier].arrival_s(number, now_s) for tier, number in numbers), default=0.0)
@@ -444,7 +442,6 @@ class PrefixPromotions:
         return bool(self._answered)
 
     def check(self) -> None:
-        """Raise AssertionError if the bookkeeping contradicts itself."""
         for key, waiting in self._waiting.items():
             assert self._remote is not None and self._remote.is_asked(key), "no answer will come"
             assert all(each.key == key and not each.promotion.done for each in waiting)

@@ -135,7 +135,6 @@ class SharedIndex(LowerIndex):
 
     @property
     def has_questions(self) -> bool:
-        """Whether `take_questions` would return any."""
         return bool(self._to_ask)
 
     def is_late(self, now_s: float) -> bool:
@@ -144,7 +143,6 @@ class SharedIndex(LowerIndex):
         return bool(self._asked) and now_s - next(iter(self._asked.values()))[0] >= _PATIENCE_S
 
     def is_asked(self, key: bytes) -> bool:
-        """Whether an answer will come."""
         return key in self._asked
 
     def take_questions(self, limit: int) -> list[bytes]:
@@ -328,7 +326,6 @@ class SharedIndex(LowerIndex):
         return deleted
 
     def check(self) -> None:
-        """Raise AssertionError if the bookkeeping contradicts itself."""
         assert len(self._held) <= self._max_held
         assert len(self._absent) <= self._max_absent
         assert len(self._fresh) <= self._max_absent

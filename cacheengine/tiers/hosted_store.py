@@ -113,15 +113,13 @@ class HostedStore(BlobStore):
         self._start()
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        """Ask for at most `_NAMES_AT_ONCE` names in a call."""
         return list(map(bool, self._call_by_name("exists", names)))
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove at most `_NAMES_AT_ONCE` names in a call."""
         self._call_by_name("remove", names)
 
     def _call_by_name(self, verb: Verb, names: Sequence[str]) -> list[int]:
-        deadline = self._deadline(0)
+        deadline = Deadline(self._timeout_s)
         process = self._connected(deadline)
         answers: list[int] = []
         for start in range(0, len(names), _NAMES_AT_ONCE):
@@ -130,26 +128,25 @@ class HostedStore(BlobStore):
         return answers
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bool]:
-        """Store as many as fit into a lane at a time."""
-        deadline = self._deadline(sum(blob.size_bytes for blob in blobs))
+        deadline = Deadline.for_batch(self._timeout_s, sum(blob.size_bytes for blob in blobs))
         outcomes: list[int] = []
         for spans in self._rounds(blobs):
             with self._lane(deadline) as lane:
                 for span in spans:
                     start = lane.offset + span.offset + self._prefix_bytes
                     lane.process.memory.write(start, span.blob.parts)
-                outcomes += lane.call(deadline, "put", [span.blob.name for span in spans], spans)
+                outcomes += lane.call(deadline, "put", spans)
         if outcomes and STORED not in outcomes and FULL in outcomes:
             raise StoreFullError("it is full, and can evict nothing now")
         return [outcome == STORED for outcome in outcomes]
 
     def get_many(self, targets: Sequence[ReadTarget]) -> list[int | None]:
-        """Read as many as fit into a lane at a time."""
-        deadline = self._deadline(sum(target.size_bytes for target in targets))
+        size_bytes = sum(target.size_bytes for target in targets)
+        deadline = Deadline.for_batch(self._timeout_s, size_bytes)
         sizes: list[int] = []
         for spans in self._rounds(targets):
             with self._lane(deadline) as lane:
-                found = lane.call(deadline, "get", [span.blob.name for span in spans], spans)
+                found = lane.call(deadline, "get", spans)
                 for span, size in zip(spans, found, strict=True):
                     if 0 < size <= span.blob.size_bytes:
                         start = lane.offset + span.offset + self._prefix_bytes
@@ -180,16 +177,12 @@ class HostedStore(BlobStore):
             yield spans
 
     def close(self) -> None:
-        """Disconnect and end the process. Calls that are running fail."""
         with self._condition:
             self._closed = True
             process, self._process = self._process, None
             self._condition.notify_all()
         if process is not None:
             process.close(_CLOSE_S)
-
-    def _deadline(self, size_bytes: int) -> Deadline:
-        return Deadline.for_batch(self._timeout_s, size_bytes)
 
     @contextmanager
     def _lane(self, deadline: Deadline) -> Iterator["_Lane"]:
@@ -284,10 +277,9 @@ class _Lane:
         self.offset = offset
         self.running: Future[list[int]] | None = None
 
-    def call(
-        self, deadline: Deadline, verb: Verb, names: list[str], spans: Sequence[_Span[Any]]
-    ) -> list[int]:
+    def call(self, deadline: Deadline, verb: Verb, spans: Sequence[_Span[Any]]) -> list[int]:
         """Make the call; raise `StoreError` if it fails or misses the deadline."""
+        names = [span.blob.name for span in spans]
         offsets = [self.offset + span.offset for span in spans]
         sizes = [span.blob.size_bytes for span in spans]
         self.running = self.process.call(verb, names, offsets, sizes)
@@ -374,11 +366,9 @@ class ClientProcess:
 
     @property
     def pid(self) -> int:
-        """The process's id."""
         return self._process.pid
 
     def age_s(self) -> float:
-        """Return the seconds since its start."""
         return time.monotonic() - self._started_s
 
     def call(

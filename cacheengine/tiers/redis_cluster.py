@@ -69,22 +69,17 @@ class RedisClusterStore(BlobStore):
         self._closed = False
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        """Ask each node for the names in its slots."""
         return self._spread(names, False, lambda node, own: node.exists(_picked(names, own)))
 
     def get_many(self, targets: Sequence[ReadTarget]) -> list[int | None]:
-        """Read from each node the blobs in its slots."""
         names = [target.name for target in targets]
         return self._spread(names, None, lambda node, own: node.get_many(_picked(targets, own)))
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bool]:
-        """Store in each node the blobs of its slots."""
         names = [blob.name for blob in blobs]
         return self._spread(names, False, lambda node, own: node.put_many(_picked(blobs, own)))
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove from each node the names in its slots."""
-
         def remove(node: RedisStore, own: Sequence[int]) -> list[None]:
             node.remove(_picked(names, own))
             return [None] * len(own)
@@ -92,7 +87,6 @@ class RedisClusterStore(BlobStore):
         self._spread(names, None, remove)
 
     def remove_all(self, prefix: str) -> int:
-        """Remove from each node what its slots have."""
         slots = self._current_slots()
         with self._lock:
             nodes = {self._node(address) for address in {*slots.values()}}
@@ -102,7 +96,6 @@ class RedisClusterStore(BlobStore):
         return removed
 
     def close(self) -> None:
-        """Close the connections to all nodes. Running calls fail."""
         with self._lock:
             self._closed = True
             nodes = list(self._nodes.values())

@@ -342,7 +342,6 @@ class RedisStore(BlobStore):
         return self._call(0, talk)
 
     def get_many(self, targets: Sequence[ReadTarget]) -> list[int | None]:
-        """Read with one GET for each name."""
         if not targets:
             return []
 
@@ -353,7 +352,6 @@ class RedisStore(BlobStore):
         return self._call(sum(target.size_bytes for target in targets), talk)
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bool]:
-        """Send one SET for each name. The server makes a value visible when it is complete."""
         if not blobs:
             return []
         largest_bytes = max(blob.size_bytes for blob in blobs)
@@ -409,11 +407,9 @@ class RedisStore(BlobStore):
 
     @property
     def open_connections(self) -> int:
-        """How many connections there are, idle and in use."""
         return self._pool.size
 
     def close(self) -> None:
-        """Close all connections. Running calls fail."""
         self._pool.close()
 
     def _call(self, size_bytes: int, talk: Callable[[Conversation], T]) -> T:

@@ -77,7 +77,6 @@ class Envelope:
         self._payload_bytes = payload_bytes
 
     def name(self, key: bytes) -> str:
-        """Return the name of a chunk's blob."""
         return self.prefix + key.hex()
 
     def header(self, key: bytes, code: int, parts: Iterable[memoryview | bytes]) -> bytes:
@@ -190,7 +189,6 @@ class RemoteTier(SharedTier):
         self._outage = OutageLog(server)
 
     def put_many(self, chunks: Sequence[Chunk]) -> list[PutOutcome]:
-        """Encode the chunks and send them in one batch."""
         encoded = [self._encoded(key, payload) for key, payload in chunks]
         blobs = [
             Blob(self._envelope.name(key), parts)
@@ -223,7 +221,6 @@ class RemoteTier(SharedTier):
         return [header, *parts]
 
     def get_many(self, chunks: Sequence[Chunk]) -> list[GetOutcome]:
-        """Read the chunks in one batch and check all their bytes."""
         headers = [memoryview(bytearray(HEADER_BYTES)) for _ in chunks]
         targets = [
             ReadTarget(self._envelope.name(key), (header, into))
@@ -278,7 +275,6 @@ class RemoteTier(SharedTier):
             self.delete(damaged)
 
     def find(self, keys: Sequence[bytes]) -> list[bool] | None:
-        """Ask the server which chunks it holds. Reads no chunk."""
         try:
             found = self._store.exists([self._envelope.name(key) for key in keys])
         except StoreError as error:
@@ -288,14 +284,12 @@ class RemoteTier(SharedTier):
         return found
 
     def delete(self, keys: Iterable[bytes]) -> None:
-        """Remove chunks. A server that cannot be reached keeps them; that is logged."""
         try:
             self._store.remove([self._envelope.name(key) for key in keys])
         except StoreError as error:
             self._outage.failed(error)
 
     def purge(self, keys: Sequence[bytes] | None) -> int | None:
-        """Remove chunks, or all whose names begin like this layout's."""
         try:
             if keys is None:
                 return self._store.remove_all(self._envelope.prefix)
