@@ -235,12 +235,14 @@ class PromotionWaits:
         if wait.is_over or chunk in wait.given_up:
             return False
         promotion = wait.promotions.get(chunk)
+        # Without a promotion it was ready when the step ended that first wanted it.
+        is_pending = req_id in self._wanting if promotion is None else not promotion.done
         if chunk not in wait.tiers:
             wait.looks_back |= req_id in self._wanting and position < wait.last_position
             wait.last_position = position
             wait.tiers[chunk] = tier
             self._wanting[req_id] = wait
-        elif promotion is not None and promotion.done and req_id not in self._room_queue:
+        elif not is_pending and req_id not in self._room_queue:
             return False
         if wait.began_s is None:
             wait.began_s = self._clock()
