@@ -4,10 +4,8 @@
 "WarmrouteConnector", "kv_connector_module_path": "cacheengine.connector.connector",
 "kv_role": "kv_both"}``. All other settings come from LMCache's configuration and from vLLM's own.
 
-vLLM's offloading interface knows only the model's name. It does not report a request's adapter or
-an update of the weights, and it offers each chunk for storing only once. `WarmrouteConnector` adds
-the model's identity, the adapters and the repeated offers. `WeightWatch` reports changed weights,
-and `StepWatch` times the scheduler's steps.
+vLLM's offloading interface knows only the model's name. It does not report a request's adapter,
+an update of the weights or the time of a step, and it offers each chunk for storing only once.
 """
 
 import dataclasses

@@ -1,11 +1,7 @@
 """vLLM's `OffloadingManager` over the cache engine: the scheduler's side of KV offloading.
 
 vLLM's scheduler looks up chunks, reserves rows for chunks to store, and reports finished copies.
-`RequestKeys` translates vLLM's block hashes into the engine's keys, which also name the weights.
-`ChunkStores` reserves rows in the CPU pool. `RefusedStores` remembers chunks for which
-the pool had no space: vLLM offers each chunk only once, so `WarmrouteConnector` has it offer them
-again.
-`WarmrouteManager` implements vLLM's interface. All of it runs on the scheduler's thread.
+All of it runs on the scheduler's thread.
 """
 
 import time
@@ -51,7 +47,8 @@ class _Backoff:
 class RefusedStores:
     """The first chunk of each request that found no space, and when to try it again. Pure.
 
-    While the pool takes none of a request's chunks, the number of skipped offers doubles.
+    vLLM offers each chunk only once, so `WarmrouteConnector` has it offer these again. While the
+    pool takes none of a request's chunks, the number of skipped offers doubles.
     """
 
     def __init__(self) -> None:
@@ -106,7 +103,7 @@ _LOADED_AT_START = _Weights(None, KvVersion())
 
 
 class RequestKeys:
-    """Translates vLLM's keys of a request into the engine's, and says whether they may be used."""
+    """Translates vLLM's block hashes into the engine's keys, which also name the weights."""
 
     def __init__(self, versions: KvVersions) -> None:
         self.versions = versions
@@ -415,7 +412,6 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        """Make stored chunks visible, or give their rows back."""
         self.stores.complete(keys, req_context, success=success)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
@@ -433,7 +429,7 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         for event in events:
             medium, locality = _MEDIUM_BY_TIER[event.tier]
             yield OffloadingEvent(
-                keys=self._offload_keys(event.keys),
+                keys=[make_offload_key(chunk, self._group_idx) for chunk in event.keys],
                 medium=medium,
                 removed=not event.stored,
                 locality=locality,
@@ -487,6 +483,3 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
     def _release_flushed(self, transfers: _UnfinishedTransfers) -> None:
         self.engine.release(transfers.loads)
         self.engine.complete_store(transfers.stores, success=False)
-
-    def _offload_keys(self, chunks: Iterable[bytes]) -> list[OffloadKey]:
-        return [make_offload_key(chunk, self._group_idx) for chunk in chunks]

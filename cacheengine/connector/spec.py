@@ -3,11 +3,6 @@
 `WarmrouteConnector` names it to vLLM's offloading. The scheduler process gets the manager, the
 engine and the agent; each worker process gets a copy worker. Written against ``v1/kv_offload`` of
 vLLM 0.32 and 0.33; that interface is experimental.
-
-`check_ranks` refuses replicas whose ranks cannot share chunk rows: a chunk is one row of shared
-memory, in which every rank has a slice of equal size. `exit_with_parent` ends the engine process
-when vLLM's API server is killed. With SIGKILL the server cannot end it, and it would keep the
-model's memory, the agent's port and the disk tier's lock, so that no restart could succeed.
 """
 
 import contextlib
@@ -83,7 +78,8 @@ class RankMemory(NamedTuple):
 def check_ranks(kv_bytes_per_block: int) -> None:
     """Raise ValueError, saying what to do, if this replica's ranks cannot share chunk rows.
 
-    All workers of a replica must call it at the same time, while vLLM builds its KV cache.
+    A chunk is one row of shared memory, in which every rank has a slice of equal size. All workers
+    of a replica must call it at the same time, while vLLM builds its KV cache.
     """
     memory = f"{_BOOT_ID.read_text().strip()}:{_SHARED_MEMORY.stat().st_dev}"
     problem = rank_mismatch(_gather(RankMemory(memory, kv_bytes_per_block)))
@@ -127,6 +123,9 @@ def _gather(own: RankMemory) -> list[RankMemory]:
 
 def exit_with_parent(grace_s: float = _EXIT_GRACE_S) -> None:
     """End this process soon after its parent: by SIGTERM, then by force after ``grace_s``.
+
+    vLLM's API server cannot end it when killed. It would keep the model's memory, the agent's port
+    and the disk tier's lock, so that no restart could succeed.
 
     Does nothing in a process that `multiprocessing` did not start: its parent is a shell, which may
     end earlier.
@@ -176,8 +175,7 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
         return {}
 
     @classmethod
-    def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
-        """Return no keys, for the same reason (called since vLLM 0.33)."""
+    def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:  # since vLLM 0.33
         return ()
 
     def __init__(self, config: OffloadingConfig) -> None:

@@ -11,6 +11,7 @@ import click
 
 from cacheengine.launch.vllm_launch import (
     check_chunk_size,
+    config_of_rank,
     free_ports,
     has_option,
     hash_algorithm_of,
@@ -76,7 +77,8 @@ def replica(
         config.check_hash_algorithm(hash_algorithm_of(vllm_args))
         check_chunk_size(vllm_args, config)
         ranks = ranks_of(vllm_args)
-        for config_of_one in ranks.configs(config):
+        for rank in range(ranks.here):
+            config_of_one = config_of_rank(config, rank)
             config_of_one.check_ready(ranks=ranks.here)
             _check_ports(config_of_one)
         _check_model(vllm_args)
@@ -87,11 +89,12 @@ def replica(
             kv_events_port=kv_events_port or spare_events_port,
             kv_replay_port=kv_replay_port or spare_replay_port,
         )
+        needs_url = config.enable_controller and config.openai_url is None
         environment = vllm_environment(
             os.environ,
             config_path=str(config_path.resolve()),
             hash_algorithm=hash_algorithm_of(vllm_args),
-            openai_url=openai_url_of(vllm_args) if _needs_openai_url(config) else None,
+            openai_url=openai_url_of(vllm_args) if needs_url else None,
         )
     except (ConfigError, ValueError) as error:
         click.echo(f"warmroute replica: {error}", err=True)
@@ -109,10 +112,6 @@ def replica(
         )
         sys.exit(2)
     os.execve(command[0], command, environment)
-
-
-def _needs_openai_url(config: EngineConfig) -> bool:
-    return config.enable_controller and config.openai_url is None
 
 
 def _check_ports(config: EngineConfig) -> None:

@@ -11,7 +11,7 @@ import json
 import random
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any, Final
@@ -94,11 +94,6 @@ class Ranks:
     """Ranks that this command starts."""
     everywhere: int
     """Ranks on all machines."""
-
-    def configs(self, config: EngineConfig) -> Iterator[EngineConfig]:
-        """Yield the configuration of each rank on this machine."""
-        for rank in range(self.here):
-            yield config_of_rank(config, rank)
 
 
 def ranks_of(vllm_args: Sequence[str]) -> Ranks:
