@@ -332,7 +332,7 @@ class RedisStore(BlobStore):
         return list(map(bool, self._for_each("TOUCH", names)))
 
     def _for_each(self, word: str, names: Sequence[str]) -> list[int]:
-        """Send a command for each name: all names of one would have to be in a cluster's one slot."""
+        """Send a command for each name: a cluster refuses one with names of several slots."""
         numbers: list[int] = []
         for start in range(0, len(names), _NAMES_AT_ONCE):
             some = names[start : start + _NAMES_AT_ONCE]
@@ -398,10 +398,6 @@ class RedisStore(BlobStore):
             removed += sum(self._for_each("UNLINK", names))
             if cursor == "0":
                 return removed
-
-    @property
-    def open_connections(self) -> int:
-        return self._pool.size
 
     def close(self) -> None:
         self._pool.close()
