@@ -339,9 +339,7 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
                 return self._want(key, "remote", chunk, req_context)
             case Presence.PENDING | Presence.CPU:
                 # CPU: the chunk became ready after try_hold; the next step holds it.
-                position = req_context.get_offload_key_position(key) or 0
-                waits = self.waits.want(req_context.req_id, chunk, None, position)
-                return LookupResult.HIT_PENDING if waits else LookupResult.MISS
+                return self._want(key, None, chunk, req_context)
 
     def _hold(self, chunk: bytes) -> bool:
         """Hold a chunk until the step ends, if it is ready."""
@@ -350,14 +348,15 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         return chunk in self._step_holds
 
     def _want(
-        self, key: OffloadKey, tier: str, chunk: bytes, req_context: ReqContext
+        self, key: OffloadKey, tier: str | None, chunk: bytes, req_context: ReqContext
     ) -> LookupResult:
         """Request a promotion at the end of the step, if the request may load from that tier."""
-        if not req_context.load_tier_filter.allows(*_MEDIUM_BY_TIER[tier]):
+        if tier and not req_context.load_tier_filter.allows(*_MEDIUM_BY_TIER[tier]):
             return LookupResult.MISS
         position = req_context.get_offload_key_position(key) or 0
-        waits = self.waits.want(req_context.req_id, chunk, tier, position)
-        return LookupResult.RETRY if waits else LookupResult.MISS
+        if not self.waits.want(req_context.req_id, chunk, tier, position):
+            return LookupResult.MISS
+        return LookupResult.RETRY if tier else LookupResult.HIT_PENDING
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """Return the tier in which this request found a chunk that it loads."""

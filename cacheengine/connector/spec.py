@@ -14,7 +14,6 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -82,16 +81,10 @@ def check_ranks(kv_bytes_per_block: int) -> None:
     of a replica must call it at the same time, while vLLM builds its KV cache.
     """
     memory = f"{_BOOT_ID.read_text().strip()}:{_SHARED_MEMORY.stat().st_dev}"
-    problem = rank_mismatch(_gather(RankMemory(memory, kv_bytes_per_block)))
-    if problem is not None:
-        raise ValueError(problem)
-
-
-def rank_mismatch(ranks: Sequence[RankMemory]) -> str | None:
-    """Return why these ranks cannot share chunk rows and what to do instead; None if they can."""
+    ranks = _gather(RankMemory(memory, kv_bytes_per_block))
     machines = len({rank.memory for rank in ranks})
     if machines > 1:
-        return (
+        raise ValueError(
             f"the {len(ranks)} tensor or pipeline parallel ranks of this replica are on {machines} "
             "machines (or in containers that do not share /dev/shm), but the cache engine needs "
             "them on one machine. Start one replica on each machine, or start vLLM without the "
@@ -99,14 +92,13 @@ def rank_mismatch(ranks: Sequence[RankMemory]) -> str | None:
         )
     sizes = [rank.kv_bytes_per_block for rank in ranks]
     if len(set(sizes)) > 1:
-        return (
+        raise ValueError(
             "the pipeline stages of this replica keep different amounts of KV "
             f"({', '.join(map(str, sizes))} bytes per block), but the cache engine needs equal "
             "amounts. Choose a --pipeline-parallel-size that divides the number of layers, equal "
             "stages in VLLM_PP_LAYER_PARTITION, or start vLLM without the engine "
             "(no --kv-transfer-config)"
         )
-    return None
 
 
 def _gather(own: RankMemory) -> list[RankMemory]:

@@ -105,7 +105,7 @@ class PromotionWaits:
     A promotion that was refused because there was no room, or too much was pinned, is asked for
     again for the first request in the queue, once a step; new requests join its end. So at most
     one request has a part of its prompt pinned while it waits for the rest: two of them could
-    wait for each other. ``clock`` gives seconds; ``speed`` of these are one second of the engine.
+    wait for each other. ``clock`` gives the engine's seconds, as all times are.
     """
 
     def __init__(
@@ -113,13 +113,12 @@ class PromotionWaits:
         engine: Promotes,
         clock: Callable[[], float],
         *,
-        speed: float = 1.0,
+        pin_s: float = PIN_S,
         on_promoted: Callable[[], None] | None = None,
     ) -> None:
         self._engine = engine
         self._clock = clock
-        self._speed = speed
-        self._pin_s = PIN_S / speed
+        self._pin_s = pin_s
         self._on_promoted = on_promoted
         self._waits: dict[str, _Wait] = {}
         self._wanting: dict[str, _Wait] = {}
@@ -161,7 +160,7 @@ class PromotionWaits:
         It then leaves the queue for room, and the reads that nobody else waits for are given up.
         """
         assert wait.began_s is not None
-        longest_s = min(wait.worth_s + _GRACE_S * self._speed, _LONGEST_S)
+        longest_s = min(wait.worth_s + _GRACE_S, _LONGEST_S)
         if (
             self._clock() - wait.began_s >= longest_s
             or not self._finds_room(wait)
@@ -178,7 +177,7 @@ class PromotionWaits:
             return True
         lacking = sum(each.counts.pending + each.counts.missing for each in wait.under_way)
         worth_s = wait.computing_s(lacking if wait.under_way else len(wait.chunks))
-        if self._engine.room_s() * self._speed < worth_s:
+        if self._engine.room_s() < worth_s:
             return True
         wait.is_cramped = True
         del self._room_queue[wait.holder]
@@ -187,7 +186,7 @@ class PromotionWaits:
     def _is_late(self, wait: _Wait) -> bool:
         """Whether what has not come may be computed faster: all of it, or the end of it."""
         pending = [each for each in wait.under_way if not each.done]
-        arrival_s = max(map(self._engine.arrival_s, pending), default=0.0) * self._speed
+        arrival_s = max(map(self._engine.arrival_s, pending), default=0.0)
         lacking = sum(each.counts.pending for each in pending)
         return bool(pending) and arrival_s >= wait.computing_s(lacking)
 
@@ -206,7 +205,7 @@ class PromotionWaits:
         first = next((i for i, each in enumerate(arrivals) if each is not None), len(arrivals))
         best, best_s, latest_s = first, 0.0, 0.0
         for count, each in enumerate(arrivals[first:], 1):
-            latest_s = max(latest_s, (each or 0.0) * self._speed)
+            latest_s = max(latest_s, each or 0.0)
             gained_s = wait.computing_s(count) - latest_s
             # The chunks of a window are of use together.
             is_choice = not wait.looks_back or first + count == len(arrivals)

@@ -283,13 +283,14 @@ class PrefixPromotions:
         if prefix.asks_from:
             return self._ask_on(prefix, now_s)
         self._make_room_ahead(prefix, now_s)
+        remote = self._remote
         for _ in range(PORTION):
             if prefix.position == len(prefix.keys):
                 return False
             entry, outcome = self._state.entry(prefix.key), PromotionOutcome.MISSING
             if entry is None:
                 source = self._state.source(prefix.key, now_s)
-                if source is None and self._is_asked(prefix.key, now_s):
+                if source is None and remote is not None and remote.ask(prefix.key, now_s):
                     prefix.asks_from = prefix.position + 1
                     return self._ask_on(prefix, now_s)
                 if source is not None:
@@ -407,10 +408,6 @@ class PrefixPromotions:
             return True
         self._waiting.setdefault(prefix.key, []).append(prefix)
         return False
-
-    def _is_asked(self, key: bytes, now_s: float) -> bool:
-        """Whether the remote tier will answer for a chunk; the question may wait for more."""
-        return self._remote is not None and self._remote.ask(key, now_s)
 
     def take_questions(self, most: int) -> list[bytes]:
         """Return chunks to ask the remote tier for; then `answered`."""

@@ -180,10 +180,9 @@ class Refusal:
     """All of it, printable and of bounded length."""
 
 
-def command(*words: str | bytes | Part) -> bytes:
+def command(*words: str) -> bytes:
     """Return a short command."""
-    encoded = [word.encode() if isinstance(word, str) else bytes(word) for word in words]
-    return b"".join([b"*%d\r\n" % len(encoded), *(_bulk(word) for word in encoded)])
+    return b"".join([b"*%d\r\n" % len(words), *(_bulk(word.encode()) for word in words)])
 
 
 def set_command(name: str, parts: Sequence[Part], *, ttl_s: int) -> list[Part]:
