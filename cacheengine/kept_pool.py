@@ -186,11 +186,9 @@ class PoolSeals:
 
     @staticmethod
     def size_bytes(num_slots: int) -> int:
-        """Return the size of an index."""
         return _HEAD_BYTES + num_slots * (_WORD_BYTES + _SEAL.size)
 
     def has(self, slot: int) -> bool:
-        """Whether a slot is sealed."""
         return self._words[self._word(slot)] == self._words[0]
 
     def write(self, seal: Seal) -> None:

@@ -99,7 +99,6 @@ class EngineStats:
         return self.remote if tier == "remote" else self.disk
 
     def copy(self) -> "EngineStats":
-        """Return a copy of the counts, which does not change any more."""
         return replace(self, disk=replace(self.disk), remote=replace(self.remote))
 
 
@@ -137,7 +136,6 @@ class TransferMeter:
             setattr(self._stats, name, getattr(self._stats, name) + count)
 
     def stats(self) -> TransferStats:
-        """Return a copy of the counters."""
         with self._lock:
             return replace(self._stats)
 
@@ -160,7 +158,6 @@ class BandwidthMeter:
         self.total_bytes = 0
 
     def start(self, now_s: float) -> None:
-        """An operation begins."""
         self._advance(now_s)
         self._active += 1
 
@@ -207,38 +204,40 @@ class KeyEventRecord:
 
 
 class EventLog:
-    """The last ``history`` events, numbered from 1, and a queue of those not taken yet."""
+    """The last ``history`` events, numbered from 1, some of them not taken yet."""
 
     def __init__(self, history: int = DEFAULT_HISTORY) -> None:
         self._history: deque[KeyEventRecord] = deque(maxlen=history)
-        self._untaken: deque[KeyEventRecord] = deque(maxlen=history)
         self.last_seq = 0
-        self.untaken_dropped = 0
-        """Events that left the queue before `take`."""
+        self._taken_seq = 0
+        self._dropped = 0
 
     def append(self, tier: str, *, stored: bool, keys: Collection[bytes]) -> None:
         """Log an event, unless ``keys`` is empty."""
         if not keys:
             return
-        record = KeyEventRecord(tier, stored, keys)
-        if len(self._untaken) == self._untaken.maxlen:
-            self.untaken_dropped += 1
-        self._untaken.append(record)
-        self._history.append(record)
+        self._history.append(KeyEventRecord(tier, stored, keys))
         self.last_seq += 1
+
+    @property
+    def untaken_dropped(self) -> int:
+        """Events that were forgotten before `take`."""
+        untaken = self.last_seq - self._taken_seq
+        return self._dropped + max(0, untaken - len(self._history))
 
     def take(self) -> list[KeyEventRecord]:
         """Return the events since the last call; if they were too many, the oldest are lost."""
-        taken = list(self._untaken)
-        self._untaken.clear()
-        return taken
+        self._dropped, untaken = self.untaken_dropped, self.last_seq - self._taken_seq
+        self._taken_seq = self.last_seq
+        return self._last(untaken)
 
     def after(self, seq: int) -> list[KeyEventRecord] | None:
         """Return the events after number ``seq``; None if some of them are not kept any more."""
-        first = self.last_seq - len(self._history) + 1
-        if not first - 1 <= seq <= self.last_seq:
-            return None
-        return list(islice(self._history, seq - first + 1, None))
+        wanted = self.last_seq - seq
+        return self._last(wanted) if 0 <= wanted <= len(self._history) else None
+
+    def _last(self, count: int) -> list[KeyEventRecord]:
+        return [*islice(reversed(self._history), count)][::-1]
 
 
 def to_wire(record: KeyEventRecord) -> wire.KeyEvent:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from cacheengine.engine.promotion_waits import Promotes, PromotionWaits
+from cacheengine.engine.promotion_waits import PIN_S, Promotes, PromotionWaits
 from cacheengine.residency.decisions import Presence, StoreReservation
 from cacheengine.residency.pool_index import Holder
 from simulator.model.lower_tier_view import LoadableTokens
@@ -81,8 +81,10 @@ class EngineTiers:
         self._chunk_tokens = chunk_tokens
         self._view = view
         self._is_shared = is_shared
-        self._prefill_tokens_per_s = prefill_tokens_per_s
-        self._waits = PromotionWaits(engine, clock, speed=speed, on_promoted=on_promoted)
+        self._tokens_per_engine_s = prefill_tokens_per_s * speed
+        self._waits = PromotionWaits(
+            engine, lambda: clock() / speed, pin_s=PIN_S / speed, on_promoted=on_promoted
+        )
         self._asked: dict[str, _Asked] = {}
         self._step_holds: set[bytes] = set()
         self._being_loaded: Counter[bytes] = Counter()
@@ -92,8 +94,8 @@ class EngineTiers:
     def find(self, request: SimRequest, gpu_tokens: int) -> LoadableTokens | None:
         """Look up what follows the GPU's part; None while some of it is on its way up."""
         asked = self._asked.setdefault(request.id, _Asked())
-        compute_s = (request.prefill_end - gpu_tokens) / self._prefill_tokens_per_s
-        chunk_s = self._chunk_tokens / self._prefill_tokens_per_s
+        compute_s = (request.prefill_end - gpu_tokens) / self._tokens_per_engine_s
+        chunk_s = self._chunk_tokens / self._tokens_per_engine_s
         if self._waits.must_wait(request.id, gpu_tokens, compute_s, chunk_s):
             return None
         first = gpu_tokens // self._chunk_tokens

@@ -4,10 +4,8 @@
 "WarmrouteConnector", "kv_connector_module_path": "cacheengine.connector.connector",
 "kv_role": "kv_both"}``. All other settings come from LMCache's configuration and from vLLM's own.
 
-vLLM's offloading interface knows only the model's name. It does not report a request's adapter or
-an update of the weights, and it offers each chunk for storing only once. `WarmrouteConnector` adds
-the model's identity, the adapters and the repeated offers. `WeightWatch` reports changed weights,
-and `StepWatch` times the scheduler's steps.
+vLLM's offloading interface knows only the model's name. It does not report a request's adapter,
+an update of the weights or the time of a step, and it offers each chunk for storing only once.
 """
 
 import dataclasses
@@ -59,35 +57,42 @@ class StepContents(TypedDict):
     decoding: int
 
 
-class WeightWatch:
-    """Reports changes of the model's or an adapter's weights to the manager, until `end`.
+class MethodWatch:
+    """Wraps methods of vLLM's classes. After `end` they only call the originals."""
+
+    _is_on = True
+
+    def end(self) -> None:
+        """Stop watching."""
+        self._is_on = False
+
+    def _wrap(self, owner: type, name: str, watched: Callable[..., Any]) -> None:
+        """Have ``watched`` called instead of a method: with the original, then its arguments.
+
+        Raises AttributeError in a vLLM version that does not have the method.
+        """
+        original = getattr(owner, name)
+
+        # vLLM reads the method's signature to decode the arguments.
+        @wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return watched(original, *args, **kwargs) if self._is_on else original(*args, **kwargs)
+
+        setattr(owner, name, method)
+
+
+class WeightWatch(MethodWatch):
+    """Reports changes of the model's or an adapter's weights to the manager.
 
     vLLM does not report them to a connector. They reach the workers through methods of vLLM's
-    engine core, which runs in the manager's process, one call at a time: these methods are wrapped.
-    Raises AttributeError in a vLLM version that does not have them.
+    engine core, which runs in the manager's process, one call at a time.
     """
 
     def __init__(self, manager: WarmrouteManager) -> None:
         self._manager = manager
-        self._is_on = True
-        self._wrap("collective_rpc", self._collective_rpc)
-        self._wrap("add_lora", self._add_lora)
-        self._wrap("sleep", self._sleep)
-
-    def end(self) -> None:
-        """Stop reporting; the wrapped methods then only call the originals."""
-        self._is_on = False
-
-    def _wrap(self, name: str, watched: Callable[..., Any]) -> None:
-        original = getattr(EngineCore, name)
-
-        # vLLM reads the method's signature to decode the arguments.
-        @wraps(original)
-        def method(core: EngineCore, *args: Any, **kwargs: Any) -> Any:
-            call = watched if self._is_on else _call_original
-            return call(original, core, *args, **kwargs)
-
-        setattr(EngineCore, name, method)
+        self._wrap(EngineCore, "collective_rpc", self._collective_rpc)
+        self._wrap(EngineCore, "add_lora", self._add_lora)
+        self._wrap(EngineCore, "sleep", self._sleep)
 
     def _collective_rpc(
         self, original: Callable[..., Any], core: EngineCore, method: Any, *args: Any, **kwargs: Any
@@ -102,14 +107,10 @@ class WeightWatch:
     def _add_lora(
         self, original: Callable[..., Any], core: EngineCore, lora_request: LoRARequest
     ) -> Any:
-        adapter = LoraAdapter(
-            lora_request.lora_name, lora_request.lora_path, lora_request.lora_int_id
-        )
-        before = self._manager.keys.versions.adapter_states(adapter)
+        adapter, versions = adapter_of(lora_request), self._manager.keys.versions
+        before = versions.adapter_states(adapter)
         added = original(core, lora_request)
-        self._manager.keys.versions.adapter_loaded(
-            adapter, before, in_place=lora_request.load_inplace
-        )
+        versions.adapter_loaded(adapter, before, in_place=lora_request.load_inplace)
         return added
 
     def _sleep(
@@ -131,11 +132,11 @@ class _ScheduledStep:
     began_s: float
 
 
-class StepWatch:
-    """Times the steps of vLLM's scheduler, and adds them to a `StepMeter`, until `end`.
+class StepWatch(MethodWatch):
+    """Times the steps of vLLM's scheduler, and adds them to a `StepMeter`.
 
-    A step's results come to ``Scheduler.update_from_output``, which no connector sees: it is
-    wrapped. With asynchronous scheduling a step is scheduled while the one before it runs. So a
+    A step's results come to ``Scheduler.update_from_output``, which no connector sees. With
+    asynchronous scheduling a step is scheduled while the one before it runs. So a
     step began when it was scheduled or when the one before it ended, whichever was later.
 
     vLLM sends a step's kernels to the GPU before it looks for the results of the step before. For a
@@ -150,30 +151,24 @@ class StepWatch:
         self._ended_s = 0.0
         self._overtaken: tuple[float, int] | None = None
         """When a decode began that is timed with the next step, and its sequences."""
-        self._is_on = True
-        original = Scheduler.update_from_output
+        self._wrap(Scheduler, "update_from_output", self._update_from_output)
 
-        @wraps(original)
-        def update_from_output(
-            scheduler: Scheduler, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
-        ) -> Any:
-            if self._is_on:
-                self.ended(scheduler_output)
-            return original(scheduler, scheduler_output, *args, **kwargs)
-
-        Scheduler.update_from_output = update_from_output
-
-    def end(self) -> None:
-        """Stop timing."""
-        self._is_on = False
+    def _update_from_output(
+        self,
+        original: Callable[..., Any],
+        scheduler: Scheduler,
+        scheduler_output: SchedulerOutput,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        self.ended(scheduler_output)
+        return original(scheduler, scheduler_output, *args, **kwargs)
 
     def scheduled(self, output: SchedulerOutput) -> None:
-        """Note that a step was scheduled."""
         if output.num_scheduled_tokens:
             self._scheduled.append(_ScheduledStep(output, step_contents(output), self._clock()))
 
     def ended(self, output: SchedulerOutput) -> None:
-        """Note that the results of a step are there."""
         # A step without tokens was not noted: it takes no time, and others may be under way.
         if not any(step.output is output for step in self._scheduled):
             return
@@ -212,12 +207,6 @@ def step_contents(output: SchedulerOutput) -> StepContents:
     return {"prefill_tokens": prefill_tokens, "attended": attended, "decoding": decoding}
 
 
-def _call_original(
-    original: Callable[..., Any], core: EngineCore, *args: Any, **kwargs: Any
-) -> Any:
-    return original(core, *args, **kwargs)
-
-
 class WarmrouteConnector(OffloadingConnector):  # type: ignore[misc]
     """Gives the engine the model's identity and adapters, and offers refused chunks again."""
 
@@ -254,8 +243,8 @@ class WarmrouteConnector(OffloadingConnector):  # type: ignore[misc]
         return manager
 
     def on_new_request(self, request: Request) -> None:
-        """Note which adapter the request uses."""
-        self._manager.keys.expect(request.request_id, adapter_of(request.lora_request))
+        lora = request.lora_request
+        self._manager.keys.expect(request.request_id, adapter_of(lora) if lora else None)
         super().on_new_request(request)
 
     def get_num_new_matched_tokens(
@@ -324,13 +313,11 @@ class WarmrouteConnector(OffloadingConnector):  # type: ignore[misc]
         return cache is not None and cache.usage == 0 and bool(cache.reset_prefix_cache())
 
     def shutdown(self) -> None:
-        """Stop watching the weights, then stop the engine."""
         if self._watch is not None:
             self._watch.end()
             self._steps.end()
         super().shutdown()
 
 
-def adapter_of(lora: LoRARequest | None) -> LoraAdapter | None:
-    """Return the engine's description of vLLM's adapter."""
-    return LoraAdapter(lora.lora_name, lora.lora_path, lora.lora_int_id) if lora else None
+def adapter_of(lora: LoRARequest) -> LoraAdapter:
+    return LoraAdapter(lora.lora_name, lora.lora_path, lora.lora_int_id)

@@ -1,12 +1,6 @@
 """Copies of KV between vLLM's cache and the pool's chunk rows, on the CPU and on a GPU.
 
-`plan_runs` turns vLLM's transfer specs into runs of adjacent pages. It is arithmetic on block
-numbers; its rules come from ``GPULoadStoreSpec`` (``v1/kv_offload/base.py``) and
-``CPUOffloadingWorker.transfer_async`` of vLLM 0.32. `RunCopier` copies the runs of all layers in
-one native call, which holds no interpreter lock and starts no threads: torch would start its own
-next to the model's, and a Python call per run would take the lock each time. `CpuCopyWorker` is
-the copy worker for the CPU platform, where vLLM has none. `JoinedCopies` makes vLLM's own worker
-issue fewer and larger copies on a GPU.
+vLLM has a worker for GPUs, whose copies are joined here, and none for the CPU platform.
 """
 
 import ctypes
@@ -47,9 +41,9 @@ Its arguments are ``(targets, sources, lengths)``.
 PageRuns = npt.NDArray[np.int64]
 """``[4, runs]``: runs of pages that are adjacent on both sides of a copy.
 
-The rows are blocks, slots, pages, lengths: run i covers ``lengths[i]`` GPU
-blocks from ``blocks[i]`` on, and the same number of pages of chunk row
-``slots[i]`` from page ``pages[i]`` on. It never leaves its chunk row.
+The rows are blocks, slots, pages, lengths: run i covers ``lengths[i]`` GPU blocks from
+``blocks[i]`` on, and the same number of pages of chunk row ``slots[i]`` from page ``pages[i]`` on.
+It never leaves its chunk row.
 """
 
 
@@ -69,10 +63,10 @@ def plan_runs(
 ) -> PageRuns:
     """Pair GPU blocks with pages of chunk rows and merge adjacent ones.
 
-    ``block_ids`` are logically consecutive blocks of one request, the first
-    being block ``first_block_index`` of it: where that is not a multiple of
-    ``blocks_per_chunk`` the transfer starts inside its first chunk, and it may
-    end inside its last one.
+    ``block_ids`` are logically consecutive blocks of one request, the first being block
+    ``first_block_index`` of it: where that is not a multiple of ``blocks_per_chunk`` the transfer
+    starts inside its first chunk, and it may end inside its last one. These are the rules of vLLM
+    0.32 (``GPULoadStoreSpec``, ``CPUOffloadingWorker.transfer_async``).
 
     Raises ValueError when the chunk rows do not cover exactly the blocks.
     """
@@ -205,7 +199,11 @@ def _for_each(of_first: Integers, begins: Sequence[int]) -> Integers:
 
 
 class RunCopier:
-    """Copies runs of pages of every layer, to the pool or from it."""
+    """Copies runs of pages of every layer, to the pool or from it.
+
+    One native call copies all: torch would start threads next to the model's, and a Python call
+    per run would take the interpreter's lock each time.
+    """
 
     def __init__(self, layers: list[LayerMemory], copy: CopyCall) -> None:
         self._layers = layers
@@ -408,7 +406,6 @@ class CpuCopyWorker(OffloadingWorker):  # type: ignore[misc]
         return self._submit(job_id, dst_spec, src_spec, store=False)
 
     def get_finished(self) -> list[TransferResult]:
-        """Return the jobs that ended since the last call."""
         with self._changed:
             finished, self._finished = self._finished, []
         return finished

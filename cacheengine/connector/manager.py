@@ -1,11 +1,7 @@
 """vLLM's `OffloadingManager` over the cache engine: the scheduler's side of KV offloading.
 
 vLLM's scheduler looks up chunks, reserves rows for chunks to store, and reports finished copies.
-`RequestKeys` translates vLLM's block hashes into the engine's keys, which also name the weights.
-`ChunkStores` reserves rows in the CPU pool. `RefusedStores` remembers chunks for which
-the pool had no space: vLLM offers each chunk only once, so `WarmrouteConnector` has it offer them
-again.
-`WarmrouteManager` implements vLLM's interface. All of it runs on the scheduler's thread.
+All of it runs on the scheduler's thread.
 """
 
 import time
@@ -51,7 +47,8 @@ class _Backoff:
 class RefusedStores:
     """The first chunk of each request that found no space, and when to try it again. Pure.
 
-    While the pool takes none of a request's chunks, the number of skipped offers doubles.
+    vLLM offers each chunk only once, so `WarmrouteConnector` has it offer these again. While the
+    pool takes none of a request's chunks, the number of skipped offers doubles.
     """
 
     def __init__(self) -> None:
@@ -90,7 +87,6 @@ class RefusedStores:
         return refused
 
     def clear(self) -> None:
-        """Forget all requests."""
         self._backoffs.clear()
         self._refused.clear()
 
@@ -107,7 +103,7 @@ _LOADED_AT_START = _Weights(None, KvVersion())
 
 
 class RequestKeys:
-    """Translates vLLM's keys of a request into the engine's, and says whether they may be used."""
+    """Translates vLLM's block hashes into the engine's keys, which also name the weights."""
 
     def __init__(self, versions: KvVersions) -> None:
         self.versions = versions
@@ -133,11 +129,9 @@ class RequestKeys:
         return self.versions.is_current(weights.version, weights.adapter)
 
     def stored_key(self, key: OffloadKey, req_context: ReqContext) -> bytes:
-        """Return the engine's key of a chunk."""
         return _weights(req_context).version.stored_key(get_offload_block_hash(key))
 
     def stored(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> list[bytes]:
-        """Return the engine's keys of chunks."""
         stored_key = _weights(req_context).version.stored_key
         return [stored_key(get_offload_block_hash(key)) for key in keys]
 
@@ -183,7 +177,6 @@ class ChunkStores:
         )
 
     def none(self) -> PrepareStoreOutput:
-        """Return an answer that takes no chunk."""
         return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
 
     def complete(self, keys: Collection[OffloadKey], context: ReqContext, *, success: bool) -> None:
@@ -294,12 +287,10 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         self._steps_until_flushed = max(_LEAST_STEPS_UNTIL_FLUSHED, most + 1)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Note the weights that compute the request's KV."""
         self.keys.begin(req_context)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Forget the request."""
         self.stores.refused.end(req_context.req_id)
         self._lookups.pop(req_context.req_id, None)
         self.waits.end(req_context.req_id)
@@ -348,9 +339,7 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
                 return self._want(key, "remote", chunk, req_context)
             case Presence.PENDING | Presence.CPU:
                 # CPU: the chunk became ready after try_hold; the next step holds it.
-                position = req_context.get_offload_key_position(key) or 0
-                waits = self.waits.want(req_context.req_id, chunk, None, position)
-                return LookupResult.HIT_PENDING if waits else LookupResult.MISS
+                return self._want(key, None, chunk, req_context)
 
     def _hold(self, chunk: bytes) -> bool:
         """Hold a chunk until the step ends, if it is ready."""
@@ -359,14 +348,15 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         return chunk in self._step_holds
 
     def _want(
-        self, key: OffloadKey, tier: str, chunk: bytes, req_context: ReqContext
+        self, key: OffloadKey, tier: str | None, chunk: bytes, req_context: ReqContext
     ) -> LookupResult:
         """Request a promotion at the end of the step, if the request may load from that tier."""
-        if not req_context.load_tier_filter.allows(*_MEDIUM_BY_TIER[tier]):
+        if tier and not req_context.load_tier_filter.allows(*_MEDIUM_BY_TIER[tier]):
             return LookupResult.MISS
         position = req_context.get_offload_key_position(key) or 0
-        waits = self.waits.want(req_context.req_id, chunk, tier, position)
-        return LookupResult.RETRY if waits else LookupResult.MISS
+        if not self.waits.want(req_context.req_id, chunk, tier, position):
+            return LookupResult.MISS
+        return LookupResult.RETRY if tier else LookupResult.HIT_PENDING
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """Return the tier in which this request found a chunk that it loads."""
@@ -401,7 +391,6 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         self.engine.release(chunks)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Mark chunks as recently used."""
         self.engine.touch(self.keys.stored(keys, req_context))
 
     def prepare_store(
@@ -422,7 +411,6 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        """Make stored chunks visible, or give their rows back."""
         self.stores.complete(keys, req_context, success=success)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
@@ -440,7 +428,7 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         for event in events:
             medium, locality = _MEDIUM_BY_TIER[event.tier]
             yield OffloadingEvent(
-                keys=self._offload_keys(event.keys),
+                keys=[make_offload_key(chunk, self._group_idx) for chunk in event.keys],
                 medium=medium,
                 removed=not event.stored,
                 locality=locality,
@@ -494,6 +482,3 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
     def _release_flushed(self, transfers: _UnfinishedTransfers) -> None:
         self.engine.release(transfers.loads)
         self.engine.complete_store(transfers.stores, success=False)
-
-    def _offload_keys(self, chunks: Iterable[bytes]) -> list[OffloadKey]:
-        return [make_offload_key(chunk, self._group_idx) for chunk in chunks]

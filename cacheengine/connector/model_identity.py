@@ -342,9 +342,28 @@ def check_attention(layer_names: Iterable[str], blocks_per_chunk: int) -> None:
     To be called in a worker process while vLLM builds its KV cache: the layers are known there. The
     offloading interface does not describe them.
     """
-    problem = _problem(_kv_specs(layer_names), blocks_per_chunk)
-    if problem is not None:
-        raise ValueError(problem)
+    kv_specs = _kv_specs(layer_names)
+    # If one layer of a group has full attention, vLLM keeps every token for the others too. That is
+    # why they can be one group.
+    if not kv_specs or any(isinstance(spec, FullAttentionSpec) for spec in kv_specs):
+        return
+    if not all(isinstance(spec, SlidingWindowSpec) for spec in kv_specs):
+        raise ValueError(_unsupported(kv_specs))
+    if blocks_per_chunk == 1:
+        return
+    # vLLM frees and reuses blocks that leave the window, and stores the rest of a chunk
+    # (`_build_store_jobs` skips freed blocks). If the pool had no space at first, the chunk is
+    # stored late, without a block that a shorter prompt still needs: a wrong answer. A chunk of one
+    # block is stored completely or not at all.
+    window_tokens = min(spec.sliding_window for spec in kv_specs)
+    block_tokens = kv_specs[0].block_size
+    raise ValueError(
+        f"all layers of this model have a sliding window ({window_tokens} tokens), so vLLM "
+        f"may store a chunk of {blocks_per_chunk} blocks in part. Make a chunk one block: "
+        f"chunk_size: {block_tokens} in the cache configuration, or --block-size "
+        f"{block_tokens * blocks_per_chunk} where the attention backend allows it; or "
+        "--disable-sliding-window, which also limits the context to the window"
+    )
 
 
 def _kv_specs(layer_names: Iterable[str]) -> list[Any]:
@@ -354,30 +373,6 @@ def _kv_specs(layer_names: Iterable[str]) -> list[Any]:
         return []
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
     return [layer.get_kv_cache_spec(vllm_config) for layer in layers.values()]
-
-
-def _problem(kv_specs: Sequence[Any], blocks_per_chunk: int) -> str | None:
-    # If one layer of a group has full attention, vLLM keeps every token for the others too. That is
-    # why they can be one group.
-    if not kv_specs or any(isinstance(spec, FullAttentionSpec) for spec in kv_specs):
-        return None
-    if not all(isinstance(spec, SlidingWindowSpec) for spec in kv_specs):
-        return _unsupported(kv_specs)
-    if blocks_per_chunk == 1:
-        return None
-    # vLLM frees and reuses blocks that leave the window, and stores the rest of a chunk
-    # (`_build_store_jobs` skips freed blocks). If the pool had no space at first, the chunk is
-    # stored late, without a block that a shorter prompt still needs: a wrong answer. A chunk of one
-    # block is stored completely or not at all.
-    window_tokens = min(spec.sliding_window for spec in kv_specs)
-    block_tokens = kv_specs[0].block_size
-    return (
-        f"all layers of this model have a sliding window ({window_tokens} tokens), so vLLM "
-        f"may store a chunk of {blocks_per_chunk} blocks in part. Make a chunk one block: "
-        f"chunk_size: {block_tokens} in the cache configuration, or --block-size "
-        f"{block_tokens * blocks_per_chunk} where the attention backend allows it; or "
-        "--disable-sliding-window, which also limits the context to the window"
-    )
 
 
 def _unsupported(kv_specs: Iterable[Any]) -> str:

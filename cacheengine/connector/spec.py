@@ -3,11 +3,6 @@
 `WarmrouteConnector` names it to vLLM's offloading. The scheduler process gets the manager, the
 engine and the agent; each worker process gets a copy worker. Written against ``v1/kv_offload`` of
 vLLM 0.32 and 0.33; that interface is experimental.
-
-`check_ranks` refuses replicas whose ranks cannot share chunk rows: a chunk is one row of shared
-memory, in which every rank has a slice of equal size. `exit_with_parent` ends the engine process
-when vLLM's API server is killed. With SIGKILL the server cannot end it, and it would keep the
-model's memory, the agent's port and the disk tier's lock, so that no restart could succeed.
 """
 
 import contextlib
@@ -19,7 +14,6 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -83,19 +77,14 @@ class RankMemory(NamedTuple):
 def check_ranks(kv_bytes_per_block: int) -> None:
     """Raise ValueError, saying what to do, if this replica's ranks cannot share chunk rows.
 
-    All workers of a replica must call it at the same time, while vLLM builds its KV cache.
+    A chunk is one row of shared memory, in which every rank has a slice of equal size. All workers
+    of a replica must call it at the same time, while vLLM builds its KV cache.
     """
     memory = f"{_BOOT_ID.read_text().strip()}:{_SHARED_MEMORY.stat().st_dev}"
-    problem = rank_mismatch(_gather(RankMemory(memory, kv_bytes_per_block)))
-    if problem is not None:
-        raise ValueError(problem)
-
-
-def rank_mismatch(ranks: Sequence[RankMemory]) -> str | None:
-    """Return why these ranks cannot share chunk rows and what to do instead; None if they can."""
+    ranks = _gather(RankMemory(memory, kv_bytes_per_block))
     machines = len({rank.memory for rank in ranks})
     if machines > 1:
-        return (
+        raise ValueError(
             f"the {len(ranks)} tensor or pipeline parallel ranks of this replica are on {machines} "
             "machines (or in containers that do not share /dev/shm), but the cache engine needs "
             "them on one machine. Start one replica on each machine, or start vLLM without the "
@@ -103,34 +92,32 @@ def rank_mismatch(ranks: Sequence[RankMemory]) -> str | None:
         )
     sizes = [rank.kv_bytes_per_block for rank in ranks]
     if len(set(sizes)) > 1:
-        return (
+        raise ValueError(
             "the pipeline stages of this replica keep different amounts of KV "
             f"({', '.join(map(str, sizes))} bytes per block), but the cache engine needs equal "
             "amounts. Choose a --pipeline-parallel-size that divides the number of layers, equal "
             "stages in VLLM_PP_LAYER_PARTITION, or start vLLM without the engine "
             "(no --kv-transfer-config)"
         )
-    return None
 
 
 def _gather(own: RankMemory) -> list[RankMemory]:
     if not torch.distributed.is_initialized():
         return [own]
-    group = _ranks_of_replica()
+    try:
+        group = get_inner_dp_world_group()
+    except AssertionError:  # no data parallel ranks: the world is one replica
+        group = get_world_group()
     ranks: list[Any] = [None] * group.world_size
     torch.distributed.all_gather_object(ranks, own, group=group.cpu_group)
     return ranks
 
 
-def _ranks_of_replica() -> Any:
-    try:
-        return get_inner_dp_world_group()
-    except AssertionError:  # no data parallel ranks: the world is one replica
-        return get_world_group()
-
-
 def exit_with_parent(grace_s: float = _EXIT_GRACE_S) -> None:
     """End this process soon after its parent: by SIGTERM, then by force after ``grace_s``.
+
+    vLLM's API server cannot end it when killed. It would keep the model's memory, the agent's port
+    and the disk tier's lock, so that no restart could succeed.
 
     Does nothing in a process that `multiprocessing` did not start: its parent is a shell, which may
     end earlier.
@@ -180,8 +167,7 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
         return {}
 
     @classmethod
-    def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
-        """Return no keys, for the same reason (called since vLLM 0.33)."""
+    def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:  # since vLLM 0.33
         return ()
 
     def __init__(self, config: OffloadingConfig) -> None:

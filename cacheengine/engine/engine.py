@@ -51,17 +51,13 @@ class EngineIo(Protocol):
     """What an engine needs of the I/O of the tiers below the pool; `TierStack` is the real one."""
 
     @property
-    def indexes(self) -> Sequence[LowerIndex]:
-        """The tiers' indexes, the nearest tier's first."""
+    def indexes(self) -> Sequence[LowerIndex]: ...
 
-    def start(self, work: PendingWork) -> None:
-        """Start the I/O that was decided. Called without the engine's lock."""
+    def start(self, work: PendingWork) -> None: ...
 
-    def info(self) -> dict[str, wire.TierInfo]:
-        """Return size and speed of each tier there is. Called under the engine's lock."""
+    def info(self) -> dict[str, wire.TierInfo]: ...
 
-    def close(self, drain_s: float) -> bool:
-        """Write queued puts for at most ``drain_s``, end the I/O; False if a thread still hangs."""
+    def close(self, drain_s: float) -> bool: ...
 
 
 def portions(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
@@ -218,10 +214,9 @@ class CacheEngine:
         # one of the chunks: then fewer find room, or that chunk is not wanted any more.
         for portion in portions(wanted):
             with self._lock as decider:
-                if made.refused:
-                    part = decider.refuse_store(portion)
-                else:
-                    part = decider.prepare_store(portion, self._clock(), protected)
+                part = decider.prepare_store(
+                    portion, self._clock(), protected, is_refused=bool(made.refused)
+                )
             made = made.joined(part)
         return made if made.keys or not made.refused else None
 
@@ -258,26 +253,11 @@ class CacheEngine:
     def start_keeping(self) -> None:
         """Begin to check and seal the chunks of a pool that is kept; to be called once."""
         if self._seals is not None:
-            self._keeper = PoolKeeper(self, self._pool, self._seals.kept)
+            kept = self._seals.kept
+            self._keeper = PoolKeeper(self._lock, self._pool, kept, self._clock)
             self._seals.kept = []  # hundreds of bytes a chunk, and not used again
             self.add_event_listener(self._keeper.wake)
             self._keeper.start()
-
-    def take_unsealed(self, most: int) -> list[PoolEntry]:
-        """Return at most ``most`` chunks of the pool to be sealed."""
-        with self._lock as decider:
-            return decider.pool.take_unsealed(most)
-
-    def seal(self, chunks: Iterable[tuple[PoolEntry, bytes]]) -> None:
-        """Seal chunks with the checksums of their bytes, unless they have left their slots."""
-        with self._lock as decider:
-            for entry, digest in chunks:
-                decider.pool.seal(entry, digest)
-
-    def end_check(self, keys: Sequence[bytes], *, are_intact: bool) -> None:
-        """Make chunks of an earlier run visible, or free their slots."""
-        with self._lock as decider:
-            decider.end_check(keys, self._clock(), are_intact=are_intact)
 
     # --- promotion, pins ---
 
@@ -551,7 +531,6 @@ class CacheEngine:
             return {CPU: cpu, **self._io.info()}
 
     def stats(self) -> EngineStats:
-        """Return a copy of the counters."""
         with self._lock as decider:
             stats = decider.counts()
             held = decider.pool.count_kept(self._clock())
@@ -559,7 +538,6 @@ class CacheEngine:
         return stats
 
     def check(self) -> None:
-        """Raise AssertionError if the engine's state contradicts itself."""
         with self._lock as decider:
             decider.check()
 

@@ -4,31 +4,18 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 from cacheengine.bulk import checksum
+from cacheengine.engine.engine_lock import EngineLock
 from cacheengine.kept_pool import Seal
 from cacheengine.memory import Pool
 from cacheengine.residency.decisions import PORTION
-from cacheengine.residency.pool_index import PoolEntry
 
 logger = logging.getLogger("vllm.warmroute")
 
 _BATCH_BYTES: Final = 32 << 20
-
-
-class KeptChunks(Protocol):
-    """The calls of `CacheEngine` that are used here."""
-
-    def take_unsealed(self, most: int) -> list[PoolEntry]:
-        """Return whole chunks that have no seal yet."""
-
-    def seal(self, chunks: Iterable[tuple[PoolEntry, bytes]]) -> None:
-        """Seal chunks with the checksums of their bytes, unless they have left their slots."""
-
-    def end_check(self, keys: Sequence[bytes], *, are_intact: bool) -> None:
-        """Make kept chunks visible, or free their slots."""
 
 
 class PoolKeeper:
@@ -39,8 +26,11 @@ class PoolKeeper:
     least recently used first, as they also leave; before all others those that a request waits for.
     """
 
-    def __init__(self, engine: KeptChunks, pool: Pool, kept: Iterable[Seal]) -> None:
+    def __init__(
+        self, engine: EngineLock, pool: Pool, kept: Iterable[Seal], clock: Callable[[], float]
+    ) -> None:
         self._engine = engine
+        self._clock = clock
         self._pool = pool
         self._batch = max(1, min(PORTION, _BATCH_BYTES // pool.slot_bytes))
         # Guards the chunks to check: calls change their order while the thread takes them.
@@ -53,7 +43,6 @@ class PoolKeeper:
         self._thread = threading.Thread(target=self._run, name="kv-keep", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def wake(self) -> None:
@@ -101,8 +90,9 @@ class PoolKeeper:
             return False
         intact = [each.key for each in seals if self._digest(each.slot) == each.digest]
         damaged = [each.key for each in seals if each.key not in intact]
-        self._engine.end_check(intact, are_intact=True)
-        self._engine.end_check(damaged, are_intact=False)
+        with self._engine as decider:
+            decider.end_check(intact, self._clock(), are_intact=True)
+            decider.end_check(damaged, self._clock(), are_intact=False)
         self._intact += len(intact)
         self._damaged += len(damaged)
         if not self._unchecked:
@@ -117,10 +107,15 @@ class PoolKeeper:
         """Seal the next chunks that came; return whether there were any."""
         if self._ends_s is not None and time.monotonic() >= self._ends_s:
             return False
-        entries = self._engine.take_unsealed(self._batch)
-        if entries:
-            self._engine.seal([(each, self._digest(each.slot)) for each in entries])
-        return bool(entries)
+        with self._engine as decider:
+            entries = decider.pool.take_unsealed(self._batch)
+        if not entries:
+            return False
+        digests = [self._digest(each.slot) for each in entries]
+        with self._engine as decider:
+            for entry, digest in zip(entries, digests, strict=True):
+                decider.pool.seal(entry, digest)
+        return True
 
     def _digest(self, slot: int) -> bytes:
         return checksum(self._pool.view(slot))

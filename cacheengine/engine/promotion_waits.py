@@ -26,7 +26,7 @@ _LONGEST_S: Final = 60.0
 
 
 class Promotes(Protocol):
-    """The calls of `CacheEngine` that are used here."""
+    """The calls of `CacheEngine`, which describes them, that are used here."""
 
     def promote(
         self,
@@ -35,26 +35,19 @@ class Promotes(Protocol):
         pin_s: float,
         holder: Holder = None,
         is_demand: bool = False,
-    ) -> Promotion:
-        """Bring a prefix into the pool."""
+    ) -> Promotion: ...
 
-    def arrivals(self, keys: Sequence[bytes]) -> list[float | None]:
-        """Return in how many seconds each chunk is expected if it is promoted now; None: ready."""
+    def arrivals(self, keys: Sequence[bytes]) -> list[float | None]: ...
 
-    def arrival_s(self, promotion: Promotion) -> float:
-        """Return in how many seconds the last of a promotion's reads is expected to end."""
+    def arrival_s(self, promotion: Promotion) -> float: ...
 
-    def measure_again(self, keys: Sequence[bytes]) -> None:
-        """Read a few chunks for nobody, if their tier's speed was not measured for a while."""
+    def measure_again(self, keys: Sequence[bytes]) -> None: ...
 
-    def may_promote(self) -> bool:
-        """Whether a chunk from below would find room."""
+    def may_promote(self) -> bool: ...
 
-    def room_s(self) -> float:
-        """Return in how many seconds a full pool may have room: 0 if at any moment."""
+    def room_s(self) -> float: ...
 
-    def leave(self, keys: Iterable[bytes], holder: str, *, keep_ready: bool = False) -> None:
-        """End a holder's pins of chunks, and its waits for them."""
+    def leave(self, keys: Iterable[bytes], holder: str, *, keep_ready: bool = False) -> None: ...
 
 
 @dataclass(slots=True)
@@ -112,7 +105,7 @@ class PromotionWaits:
     A promotion that was refused because there was no room, or too much was pinned, is asked for
     again for the first request in the queue, once a step; new requests join its end. So at most
     one request has a part of its prompt pinned while it waits for the rest: two of them could
-    wait for each other. ``clock`` gives seconds; ``speed`` of these are one second of the engine.
+    wait for each other. ``clock`` gives the engine's seconds, as all times are.
     """
 
     def __init__(
@@ -120,13 +113,12 @@ class PromotionWaits:
         engine: Promotes,
         clock: Callable[[], float],
         *,
-        speed: float = 1.0,
+        pin_s: float = PIN_S,
         on_promoted: Callable[[], None] | None = None,
     ) -> None:
         self._engine = engine
         self._clock = clock
-        self._speed = speed
-        self._pin_s = PIN_S / speed
+        self._pin_s = pin_s
         self._on_promoted = on_promoted
         self._waits: dict[str, _Wait] = {}
         self._wanting: dict[str, _Wait] = {}
@@ -168,7 +160,7 @@ class PromotionWaits:
         It then leaves the queue for room, and the reads that nobody else waits for are given up.
         """
         assert wait.began_s is not None
-        longest_s = min(wait.worth_s + _GRACE_S * self._speed, _LONGEST_S)
+        longest_s = min(wait.worth_s + _GRACE_S, _LONGEST_S)
         if (
             self._clock() - wait.began_s >= longest_s
             or not self._finds_room(wait)
@@ -185,7 +177,7 @@ class PromotionWaits:
             return True
         lacking = sum(each.counts.pending + each.counts.missing for each in wait.under_way)
         worth_s = wait.computing_s(lacking if wait.under_way else len(wait.chunks))
-        if self._engine.room_s() * self._speed < worth_s:
+        if self._engine.room_s() < worth_s:
             return True
         wait.is_cramped = True
         del self._room_queue[wait.holder]
@@ -194,7 +186,7 @@ class PromotionWaits:
     def _is_late(self, wait: _Wait) -> bool:
         """Whether what has not come may be computed faster: all of it, or the end of it."""
         pending = [each for each in wait.under_way if not each.done]
-        arrival_s = max(map(self._engine.arrival_s, pending), default=0.0) * self._speed
+        arrival_s = max(map(self._engine.arrival_s, pending), default=0.0)
         lacking = sum(each.counts.pending for each in pending)
         return bool(pending) and arrival_s >= wait.computing_s(lacking)
 
@@ -213,7 +205,7 @@ class PromotionWaits:
         first = next((i for i, each in enumerate(arrivals) if each is not None), len(arrivals))
         best, best_s, latest_s = first, 0.0, 0.0
         for count, each in enumerate(arrivals[first:], 1):
-            latest_s = max(latest_s, (each or 0.0) * self._speed)
+            latest_s = max(latest_s, each or 0.0)
             gained_s = wait.computing_s(count) - latest_s
             # The chunks of a window are of use together.
             is_choice = not wait.looks_back or first + count == len(arrivals)
@@ -242,12 +234,14 @@ class PromotionWaits:
         if wait.is_over or chunk in wait.given_up:
             return False
         promotion = wait.promotions.get(chunk)
+        # Without a promotion it was ready when the step ended that first wanted it.
+        is_pending = req_id in self._wanting if promotion is None else not promotion.done
         if chunk not in wait.tiers:
             wait.looks_back |= req_id in self._wanting and position < wait.last_position
             wait.last_position = position
             wait.tiers[chunk] = tier
             self._wanting[req_id] = wait
-        elif promotion is not None and promotion.done and req_id not in self._room_queue:
+        elif not is_pending and req_id not in self._room_queue:
             return False
         if wait.began_s is None:
             wait.began_s = self._clock()
@@ -260,7 +254,6 @@ class PromotionWaits:
         self._found.setdefault(req_id, []).append(chunk)
 
     def found_for(self, req_id: str) -> Sequence[bytes]:
-        """Return the chunks that this step's lookups found for a request."""
         return self._found.get(req_id, ())
 
     def tier_of(self, req_id: str, chunk: bytes) -> str | None:

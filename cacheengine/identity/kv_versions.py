@@ -19,13 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Final
+from typing import Final
 
 import xxhash
 
 _LARGE_FILE_BYTES: Final = 1 << 20
 """The digest of a file of this size is kept for the next start."""
-_PART_BYTES: Final = 8 << 20
 _HASH_THREADS: Final = 4
 _SETTLED_NS: Final = 2_000_000_000
 """A file that was changed more recently may change again without a new time of change."""
@@ -126,15 +125,13 @@ def _content_digest(path: Path, algorithm: str = "xxh3_128") -> str:
     kept = _kept_digests() if is_kept else {}
     if name in kept:
         return kept[name]
-    digest: Any = xxhash.xxh3_128() if algorithm == "xxh3_128" else hashlib.new(algorithm)
-    part = memoryview(bytearray(min(_PART_BYTES, before.st_size + 1)))
     with path.open("rb", buffering=0) as file:
-        while length := file.readinto(part):
-            digest.update(part[:length])
+        new = xxhash.xxh3_128 if algorithm == "xxh3_128" else algorithm
+        digest = hashlib.file_digest(file, new).hexdigest()
         after = os.fstat(file.fileno())
     if is_kept and (after.st_ino, after.st_ctime_ns) == (before.st_ino, before.st_ctime_ns):
-        _keep_digest(name, digest.hexdigest())
-    return str(digest.hexdigest())
+        _keep_digest(name, digest)
+    return digest
 
 
 def _digests_file() -> Path:
@@ -211,13 +208,8 @@ class LoraAdapter:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    files: WeightFiles
     states: FileStates
     digest: str
-
-
-_Load = tuple[int, str, str]
-"""An adapter's load number, name and path."""
 
 
 class KvVersions:
@@ -237,10 +229,10 @@ class KvVersions:
         self._stale_adapters: set[tuple[str, str]] = set()
         # The digests of adapters whose KV vLLM's cache may hold.
         self._in_gpu: dict[tuple[str, str], str] = {}
-        self._loaded: OrderedDict[_Load, _Loaded | None] = OrderedDict()
+        self._loaded: OrderedDict[LoraAdapter, _Loaded | None] = OrderedDict()
         # vLLM's thread loads and uses adapters; the agent's thread looks them up by name.
         self._lock = threading.Lock()
-        self._questions: SimpleQueue[tuple[_Load, threading.Event] | None] = SimpleQueue()
+        self._questions: SimpleQueue[tuple[LoraAdapter, threading.Event] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last_answer: threading.Event | None = None
         self.empty_gpu: Callable[[], bool] = lambda: True
@@ -256,8 +248,7 @@ class KvVersions:
         vLLM reads the files again after it has dropped an adapter to free memory. Nothing more is
         asked while an answer is late. Only the scheduler's thread calls this, without the lock.
         """
-        load = (adapter.load_id, adapter.name, adapter.path)
-        if self._loaded.get(load) is None:
+        if self._loaded.get(adapter) is None:
             return True
         if self._last_answer is not None and not self._last_answer.is_set():
             return False
@@ -265,29 +256,28 @@ class KvVersions:
             self._thread = threading.Thread(target=self._look, name="kv-adapters", daemon=True)
             self._thread.start()
         self._last_answer = threading.Event()
-        self._questions.put((load, self._last_answer))
+        self._questions.put((adapter, self._last_answer))
         return self._last_answer.wait(_PATIENCE_S)
 
     def _look(self) -> None:
         while (question := self._questions.get()) is not None:
-            load, answered = question
-            self._look_at(load)
+            adapter, answered = question
+            self._look_at(adapter)
             answered.set()
 
-    def _look_at(self, load: _Load) -> None:
+    def _look_at(self, adapter: LoraAdapter) -> None:
         """Stop caching for an adapter whose files have changed since they were loaded."""
-        _, name, path = load
-        before = self._loaded.get(load)
-        if before is None or self._states(path) == before.states:
+        before = self._loaded.get(adapter)
+        if before is None or self.adapter_states(adapter) == before.states:
             return
         with self._lock:
-            if self._loaded.get(load) is not before:
+            if self._loaded.get(adapter) is not before:
                 return  # loaded again meanwhile
-            self._loaded[load] = None
+            self._loaded[adapter] = None
         logger.warning(
             "LoRA adapter %s: its files in %s have changed since it was loaded. Its KV is "
             "cached in the GPU only; unload the adapter and load it again",
-            *(name, path),
+            *(adapter.name, adapter.path),
         )
 
     def weights_changed(self) -> None:
@@ -313,7 +303,7 @@ class KvVersions:
         is read again only with ``in_place``.
         """
         with self._lock:
-            if (adapter.load_id, adapter.name, adapter.path) in self._loaded and not in_place:
+            if adapter in self._loaded and not in_place:
                 return
             loaded = self._read(adapter.path)
             if loaded is not None and loaded.states != before:
@@ -322,11 +312,8 @@ class KvVersions:
 
     def adapter_states(self, adapter: LoraAdapter) -> FileStates | None:
         """Return the state of an adapter's files now; None if they cannot be read."""
-        return self._states(adapter.path)
-
-    def _states(self, path: str) -> FileStates | None:
         try:
-            files = self._locate(path)
+            files = self._locate(adapter.path)
             return files.states() if files else None
         except OSError:
             return None
@@ -358,7 +345,6 @@ class KvVersions:
 
     @property
     def epoch(self) -> str:
-        """The present epoch."""
         return self._epoch
 
     def of_name(self, lora: tuple[str, str] | None) -> KvVersion:
@@ -377,16 +363,15 @@ class KvVersions:
 
     def _digest(self, adapter: LoraAdapter) -> str | None:
         """Return the digest of the files that vLLM loaded the adapter from; None if unknown."""
-        load = (adapter.load_id, adapter.name, adapter.path)
-        if load not in self._loaded:
+        if adapter not in self._loaded:
             # Nobody has announced it: vLLM's workers read its files in this step, too.
             self._remember(adapter, self._read(adapter.path))
-        loaded = self._loaded[load]
+        loaded = self._loaded[adapter]
         return None if loaded is None else loaded.digest
 
     def _remember(self, adapter: LoraAdapter, loaded: _Loaded | None) -> None:
         name = (adapter.name, adapter.path)
-        self._loaded[adapter.load_id, *name] = loaded
+        self._loaded[adapter] = loaded
         while len(self._loaded) > _MOST_ADAPTERS:
             self._loaded.popitem(last=False)
         digest = loaded.digest if loaded else ""
@@ -404,7 +389,7 @@ class KvVersions:
                 raise FileNotFoundError("its files were not found")
             states = files.states()
             digest = files.digest()
-            return _Loaded(files, states, digest) if files.states() == states else None
+            return _Loaded(states, digest) if files.states() == states else None
         except OSError as error:
             logger.warning("LoRA adapter %s: %s; its KV is cached in the GPU only", path, error)
             return None

@@ -11,6 +11,7 @@ import click
 
 from cacheengine.launch.vllm_launch import (
     check_chunk_size,
+    config_of_rank,
     free_ports,
     has_option,
     hash_algorithm_of,
@@ -76,9 +77,9 @@ def replica(
         config.check_hash_algorithm(hash_algorithm_of(vllm_args))
         check_chunk_size(vllm_args, config)
         ranks = ranks_of(vllm_args)
-        ranks.check_memory(config, _memory_bytes())
-        for config_of_one in ranks.configs(config):
-            config_of_one.check_ready()
+        for rank in range(ranks.here):
+            config_of_one = config_of_rank(config, rank)
+            config_of_one.check_ready(ranks=ranks.here)
             _check_ports(config_of_one)
         _check_model(vllm_args)
         spare_events_port, spare_replay_port = free_ports(2, in_a_row=ranks.everywhere)
@@ -88,11 +89,12 @@ def replica(
             kv_events_port=kv_events_port or spare_events_port,
             kv_replay_port=kv_replay_port or spare_replay_port,
         )
+        needs_url = config.enable_controller and config.openai_url is None
         environment = vllm_environment(
             os.environ,
             config_path=str(config_path.resolve()),
             hash_algorithm=hash_algorithm_of(vllm_args),
-            openai_url=openai_url_of(vllm_args) if _needs_openai_url(config) else None,
+            openai_url=openai_url_of(vllm_args) if needs_url else None,
         )
     except (ConfigError, ValueError) as error:
         click.echo(f"warmroute replica: {error}", err=True)
@@ -110,14 +112,6 @@ def replica(
         )
         sys.exit(2)
     os.execve(command[0], command, environment)
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _needs_openai_url(config: EngineConfig) -> bool:
-    return config.enable_controller and config.openai_url is None
 
 
 def _check_ports(config: EngineConfig) -> None:

@@ -11,7 +11,7 @@ import json
 import random
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any, Final
@@ -94,23 +94,6 @@ class Ranks:
     """Ranks that this command starts."""
     everywhere: int
     """Ranks on all machines."""
-
-    def configs(self, config: EngineConfig) -> Iterator[EngineConfig]:
-        """Yield the configuration of each rank on this machine."""
-        for rank in range(self.here):
-            yield config_of_rank(config, rank)
-
-    def check_memory(self, config: EngineConfig, memory_bytes: int) -> None:
-        """Raise `ConfigError` if the pools of all ranks here do not fit into memory."""
-        if self.here * config.max_local_cpu_bytes > memory_bytes:
-            ranks = f" for each of {self.here} data parallel ranks" if self.here > 1 else ""
-            each = "; the size applies to each rank" if self.here > 1 else ""
-            raise ConfigError(
-                config.source,
-                "max_local_cpu_size",
-                f"{config.max_local_cpu_size:g} GB{ranks} is more than this machine's memory",
-                f"set less than {memory_bytes / self.here / 1024**3:.1f}{each}",
-            )
 
 
 def ranks_of(vllm_args: Sequence[str]) -> Ranks:

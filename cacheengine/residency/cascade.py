@@ -84,7 +84,6 @@ class Cascade:
 
     @property
     def waiting(self) -> int:
-        """How many puts have not begun."""
         return len(self._waiting)
 
     def queue(self, entry: PoolEntry, now_s: float) -> None:
@@ -286,11 +285,9 @@ class Cascade:
             self._index.forget(key)
 
     def has(self, key: bytes) -> bool:
-        """Whether a put of this chunk is queued or under way."""
         return key in self._by_key
 
     def check(self) -> None:
-        """Raise AssertionError if the bookkeeping contradicts itself."""
         assert len(self._dropped) <= _MOST_DROPPED and len(self._lost) <= _MOST_LOST
         assert not self._lost.keys() & (self._dropped.keys() | self._by_key.keys())
         assert not self._dropped.keys() & self._by_key.keys(), "both dropped and queued"

@@ -84,7 +84,6 @@ class Decider:
         return Presence.UNKNOWN if self.promotions.ask(key, now_s) else Presence.MISS
 
     def match(self, keys: Sequence[bytes], now_s: float) -> list[str]:
-        """Return the tier of each chunk from the first up to the first that is nowhere."""
         source = self.state.source
         tiers: list[str] = []
         for key, is_ready in zip(keys, self.pool.are_ready(keys), strict=True):
@@ -141,7 +140,6 @@ class Decider:
         return entry.slot
 
     def release(self, keys: Iterable[bytes], now_s: float) -> None:
-        """End one hold of each chunk; KeyError for a chunk that is not held."""
         for key in keys:
             entry = self.pool.get(key)
             if entry is None or entry.holds == 0:
@@ -158,11 +156,20 @@ class Decider:
         return ProtectedKeys(frozenset(keys), prefix, self.state.is_below)
 
     def prepare_store(
-        self, keys: Sequence[bytes], now_s: float, protected: Container[bytes]
+        self,
+        keys: Sequence[bytes],
+        now_s: float,
+        protected: Container[bytes],
+        *,
+        is_refused: bool = False,
     ) -> StoreReservation:
-        """Reserve slots for chunks that are not there, the leading ones that find room."""
+        """Reserve slots for chunks that are not there, the leading ones that find room.
+
+        ``is_refused``: a chunk before these has found none, so they get none.
+        """
         wanted = [*filter(self._is_storable, keys)]
-        slots, evicted = self.state.make_room(len(wanted), protected, now_s)
+        most = 0 if is_refused else len(wanted)
+        slots, evicted = self.state.make_room(most, protected, now_s)
         entries = [self.pool.add(key, EntryState.STORING) for key in wanted[:slots]]
         self.stats.store_drops += len(wanted) - slots
         return StoreReservation(
@@ -172,19 +179,12 @@ class Decider:
             tuple(wanted[slots:]),
         )
 
-    def refuse_store(self, keys: Sequence[bytes]) -> StoreReservation:
-        """Reserve nothing: a chunk before these has found no room."""
-        refused = tuple(filter(self._is_storable, keys))
-        self.stats.store_drops += len(refused)
-        return StoreReservation((), (), (), refused)
-
     def _is_storable(self, key: bytes) -> bool:
         if self.state.entry(key) is not None:
             return False
         return self.state.local_cpu or not self.state.is_below(key)
 
     def check_stores(self, keys: Iterable[bytes]) -> None:
-        """Raise KeyError unless each of these is being stored."""
         for key in keys:
             self._being_stored(key)
 
@@ -202,37 +202,38 @@ class Decider:
         `put_down` must follow for these.
         """
         entries = [self._being_stored(key) for key in keys]
-        # A chunk that was cleared while it was stored never becomes visible.
-        whole = [entry for entry in entries if success and not self.pool.is_hidden(entry)]
-        # Backwards, so that the first chunk of a prefix is the most recent.
-        for entry in reversed(whole):
+        whole = self._end_filling(entries, now_s, are_whole=success)
+        for entry in whole:
             entry.is_prefetched = prefetched
-            self.pool.publish(entry, now_s)
             self.pool.hold(entry)
-            self.state.settle(entry.key, PromotionOutcome.RESIDENT)
         self.stats.stores += len(whole)
         self.stats.store_bytes += len(whole) * self.state.chunk_bytes
+        self.stats.store_failures += len(entries) - len(whole)
+        return whole
+
+    def end_check(self, keys: Sequence[bytes], now_s: float, *, are_intact: bool) -> None:
+        """Make chunks of an earlier run visible, or free their slots. They are not put down.
+
+        The last one is the most recent.
+        """
+        entries = [self._being_stored(key) for key in reversed(keys)]
+        self._end_filling(entries, now_s, are_whole=are_intact)
+
+    def _end_filling(
+        self, entries: Sequence[PoolEntry], now_s: float, *, are_whole: bool
+    ) -> list[PoolEntry]:
+        # A chunk that was cleared while it was stored never becomes visible.
+        whole = [entry for entry in entries if are_whole and not self.pool.is_hidden(entry)]
+        # Backwards, so that the first chunk of a prefix is the most recent.
+        for entry in reversed(whole):
+            self.pool.publish(entry, now_s)
+            self.state.settle(entry.key, PromotionOutcome.RESIDENT)
         self.state.emit(CPU, stored=True, keys=[entry.key for entry in whole])
         for entry in entries:
             if entry.state is not EntryState.READY:
-                self.stats.store_failures += 1
                 self.pool.remove(entry)
                 self.state.settle(entry.key, PromotionOutcome.MISSING)
         return whole
-
-    def end_check(self, keys: Iterable[bytes], now_s: float, *, are_intact: bool) -> None:
-        """Make chunks of an earlier run visible, or free their slots. They are not put down."""
-        kept = []
-        for key in keys:
-            entry = self._being_stored(key)
-            if are_intact and not self.pool.is_hidden(entry):
-                self.pool.publish(entry, now_s)
-                self.state.settle(key, PromotionOutcome.RESIDENT)
-                kept.append(key)
-            else:
-                self.pool.remove(entry)
-                self.state.settle(key, PromotionOutcome.MISSING)
-        self.state.emit(CPU, stored=True, keys=kept)
 
     def put_down(self, entries: Iterable[PoolEntry], now_s: float) -> None:
         """Queue the puts of chunks made visible, and release them."""
@@ -247,7 +248,6 @@ class Decider:
     # --- pins ---
 
     def may_promote(self, now_s: float) -> bool:
-        """Whether a chunk from below would find room now, and could be pinned."""
         return self.pool.may_pin(None) and self.state.has_room(now_s)
 
     def watch(self, now_s: float) -> bool:
@@ -272,10 +272,6 @@ class Decider:
     def leave(
         self, keys: Sequence[bytes], holder: str, now_s: float, *, keep_ready: bool = False
     ) -> None:
-        """End a holder's pins of chunks, given in prefix order, and its waits for them.
-
-        ``keep_ready``: only of chunks that are not ready.
-        """
         self.promotions.leave(holder)
         # Backwards, so that the first chunk of a prefix is the most recent.
         for entry in filter(None, map(self.pool.get, reversed(keys))):
@@ -287,7 +283,6 @@ class Decider:
                 self.state.remove_if_unwanted(entry, now_s)
 
     def held_in(self, keys: Sequence[bytes], tier: str) -> int:
-        """Return how many leading chunks a tier is known to hold."""
         index = self._index(tier)
         for count, key in enumerate(keys):
             if index is None or key not in index:
@@ -295,7 +290,6 @@ class Decider:
         return len(keys)
 
     def operator_pin(self, keys: Sequence[bytes], tier: str) -> int:
-        """Pin leading chunks that a tier holds; return how many, fewer if too much is pinned."""
         index = self._index(tier)
         for count, key in enumerate(keys):
             if index is None or key not in index or not index.operator_pin(key):
@@ -303,7 +297,6 @@ class Decider:
         return len(keys)
 
     def operator_unpin(self, keys: Sequence[bytes], tier: str, now_s: float) -> int:
-        """End the operator's pins of chunks that a tier held; return how many had one."""
         index = self._index(tier)
         if index is None:
             return 0
@@ -369,7 +362,6 @@ class Decider:
         return stats
 
     def check(self) -> None:
-        """Raise AssertionError if the bookkeeping contradicts itself."""
         self.state.check()
         for cascade in self.cascades.values():
             cascade.check()

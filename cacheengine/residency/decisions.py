@@ -43,7 +43,6 @@ class StoreReservation:
     """Chunks that found no room and are not in the pool either."""
 
     def joined(self, part: "StoreReservation") -> "StoreReservation":
-        """Return this with what was decided after it."""
         return StoreReservation(
             self.keys + part.keys,
             self.slots + part.slots,

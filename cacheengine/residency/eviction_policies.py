@@ -66,45 +66,47 @@ class Lru(EvictionPolicy):
     """Least recently used first."""
 
     def __init__(self) -> None:
-        self._keys: OrderedDict[bytes, None] = OrderedDict()
-        # Set aside, and whether touched since.
-        self._aside: dict[bytes, bool] = {}
+        self.waiting: OrderedDict[bytes, None] = OrderedDict()
+        """The candidates."""
+        self.aside: dict[bytes, bool] = {}
+        """The keys that are set aside, and whether each was touched since."""
 
     def add(self, key: bytes) -> None:
-        self._keys[key] = None
+        self.waiting[key] = None
 
     def touch(self, key: bytes) -> None:
-        if key in self._keys:
-            self._keys.move_to_end(key)
+        if key in self.waiting:
+            self.waiting.move_to_end(key)
         else:
-            self._aside[key] = True
+            self.aside[key] = True
 
     def remove(self, key: bytes) -> None:
-        if self._aside.pop(key, None) is None:
-            del self._keys[key]
+        if self.aside.pop(key, None) is None:
+            del self.waiting[key]
 
     def set_aside(self, key: bytes) -> None:
-        if key not in self._aside:
-            del self._keys[key]
-            self._aside[key] = False
+        if key not in self.aside:
+            del self.waiting[key]
+            self.aside[key] = False
 
     def put_back(self, key: bytes) -> None:
-        was_touched = self._aside.pop(key, None)
+        was_touched = self.aside.pop(key, None)
         if was_touched is not None:
-            _insert(self._keys, key, as_last=was_touched)
+            self.waiting[key] = None
+            self.waiting.move_to_end(key, last=was_touched)
 
     def candidates(self) -> Iterator[bytes]:
-        return iter(self._keys)
+        return iter(self.waiting)
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._keys or key in self._aside
+        return key in self.waiting or key in self.aside
 
     def order(self) -> Iterator[bytes]:
-        yield from self._aside
-        yield from self._keys
+        yield from self.aside
+        yield from self.waiting
 
     def __len__(self) -> int:
-        return len(self._keys) + len(self._aside)
+        return len(self.waiting) + len(self.aside)
 
 
 class Arc(EvictionPolicy):
@@ -123,14 +125,10 @@ class Arc(EvictionPolicy):
     def __init__(self, capacity: int) -> None:
         """``capacity`` is the largest number of keys, and of ghosts."""
         self._capacity = capacity
-        # All four: least recent first.
-        self._once: OrderedDict[bytes, None] = OrderedDict()
-        self._again: OrderedDict[bytes, None] = OrderedDict()
+        self._once, self._again = Lru(), Lru()
+        # Least recent first.
         self._once_ghosts: OrderedDict[bytes, None] = OrderedDict()
         self._again_ghosts: OrderedDict[bytes, None] = OrderedDict()
-        # Set aside, and whether touched since.
-        self._once_aside: dict[bytes, bool] = {}
-        self._again_aside: dict[bytes, bool] = {}
         # How many keys used once may stay when room is needed; at most the capacity.
         self._target = 0.0
 
@@ -140,98 +138,77 @@ class Arc(EvictionPolicy):
         if key in self._once_ghosts:
             self._target = min(self._target + max(1.0, again / once), self._capacity)
             del self._once_ghosts[key]
-            self._again[key] = None
+            self._again.add(key)
         elif key in self._again_ghosts:
             self._target = max(self._target - max(1.0, once / again), 0.0)
             del self._again_ghosts[key]
-            self._again[key] = None
+            self._again.add(key)
         else:
-            self._once[key] = None
+            self._once.add(key)
             self._trim_ghosts()
 
     def touch(self, key: bytes) -> None:
         """Make a key the most recent of those used again."""
-        if key in self._again:
-            self._again.move_to_end(key)
-        elif key in self._once:
-            del self._once[key]
-            self._again[key] = None
+        if key in self._again.waiting:
+            self._again.waiting.move_to_end(key)
+        elif key in self._once.waiting:
+            del self._once.waiting[key]
+            self._again.add(key)
         else:
-            self._once_aside.pop(key, None)
-            self._again_aside[key] = True
+            self._once.aside.pop(key, None)
+            self._again.aside[key] = True
 
     def remove(self, key: bytes) -> None:
         """Forget a key and leave no ghost."""
-        for aside in (self._once_aside, self._again_aside):
-            if aside.pop(key, None) is not None:
-                return
-        del self._queue_of(key)[key]
+        self._list_of(key).remove(key)
 
     def evict(self, key: bytes) -> None:
         """Forget a key, but remember that it was here."""
-        is_again = key in self._again or key in self._again_aside
+        ghosts = self._again_ghosts if key in self._again else self._once_ghosts
         self.remove(key)
-        (self._again_ghosts if is_again else self._once_ghosts)[key] = None
+        ghosts[key] = None
         self._trim_ghosts()
 
     def set_aside(self, key: bytes) -> None:
-        if key in self._again:
-            del self._again[key]
-            self._again_aside[key] = False
-        elif key in self._once:
-            del self._once[key]
-            self._once_aside[key] = False
+        self._list_of(key).set_aside(key)
 
     def put_back(self, key: bytes) -> None:
-        for aside, queue in ((self._once_aside, self._once), (self._again_aside, self._again)):
-            was_touched = aside.pop(key, None)
-            if was_touched is not None:
-                _insert(queue, key, as_last=was_touched)
+        self._list_of(key).put_back(key)
 
     def candidates(self) -> Iterator[bytes]:
         """Yield the least recent of those used once down to the target, then of the others."""
-        excess = max(0, math.ceil(len(self._once) - self._target))
-        yield from islice(self._once, excess)
-        yield from self._again
-        yield from islice(self._once, excess, None)
+        once = self._once.waiting
+        excess = max(0, math.ceil(len(once) - self._target))
+        yield from islice(once, excess)
+        yield from self._again.waiting
+        yield from islice(once, excess, None)
 
     def __contains__(self, key: bytes) -> bool:
-        return any(key in keys for keys in self._all)
+        return key in self._once or key in self._again
 
     def order(self) -> Iterator[bytes]:
-        yield from self._once_aside
-        yield from self._again_aside
+        yield from self._once.aside
+        yield from self._again.aside
         yield from self.candidates()
 
     def __len__(self) -> int:
-        return sum(map(len, self._all))
+        return len(self._once) + len(self._again)
 
     @property
     def ghosts(self) -> int:
         """How many evicted keys are remembered."""
         return len(self._once_ghosts) + len(self._again_ghosts)
 
-    @property
-    def _all(self) -> tuple[dict[bytes, bool] | OrderedDict[bytes, None], ...]:
-        return (self._once, self._again, self._once_aside, self._again_aside)
-
-    def _queue_of(self, key: bytes) -> OrderedDict[bytes, None]:
+    def _list_of(self, key: bytes) -> Lru:
         return self._again if key in self._again else self._once
 
     def _trim_ghosts(self) -> None:
         # The paper's |T1| + |B1| <= c, and |B1| + |B2| <= c, which in a full cache is its bound
         # of 2c on all four, and also holds in one that is not full.
-        once = len(self._once) + len(self._once_aside)
-        while self._once_ghosts and once + len(self._once_ghosts) > self._capacity:
+        while self._once_ghosts and len(self._once) + len(self._once_ghosts) > self._capacity:
             self._once_ghosts.popitem(last=False)
         while self._again_ghosts and self.ghosts > self._capacity:
             self._again_ghosts.popitem(last=False)
-
-
-def _insert(queue: OrderedDict[bytes, None], key: bytes, *, as_last: bool) -> None:
-    queue[key] = None
-    if not as_last:
-        queue.move_to_end(key, last=False)
 
 
 DEFAULT_POLICY: Final = "ARC"

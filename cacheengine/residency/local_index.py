@@ -56,12 +56,11 @@ class LocalIndex(LowerIndex):
 
     @property
     def is_there(self) -> bool:
-        """Whether it can hold anything."""
         return self.capacity_bytes > 0
 
     @property
     def used_bytes(self) -> int:
-        """Bytes taken, those being written or deleted included."""
+        """Those being written or deleted count, too."""
         return self._used_items * self.item_bytes
 
     @property
@@ -75,7 +74,6 @@ class LocalIndex(LowerIndex):
         return is_held and self._items.get(key) == self._generation
 
     def can_read(self, key: bytes, now_s: float) -> bool:
-        """Whether the chunk can be found, and is not left alone after a failed read."""
         backoff = self._backoffs.get(key)
         is_left_alone = self.is_suspended or (backoff is not None and backoff.is_on(now_s))
         return not is_left_alone and key in self
@@ -89,7 +87,6 @@ class LocalIndex(LowerIndex):
         return [*self._policy.order()]
 
     def is_known(self, key: bytes) -> bool:
-        """Whether the chunk takes room: it is there, being written or being deleted."""
         return key in self._items
 
     def must_rewrite(self, key: bytes) -> bool:
@@ -97,7 +94,6 @@ class LocalIndex(LowerIndex):
         return key in self._backoffs and key in self and key not in self._busy
 
     def touch(self, key: bytes) -> None:
-        """Note a use of a chunk, if it can be found."""
         if key in self:
             self._policy.touch(key)
 
@@ -137,7 +133,6 @@ class LocalIndex(LowerIndex):
         return victims
 
     def publish(self, key: bytes) -> bool:
-        """End a write that succeeded. False: the chunk was cleared meanwhile, delete it."""
         self._backoffs.pop(key, None)
         return self._end_write(key)
 
@@ -161,14 +156,12 @@ class LocalIndex(LowerIndex):
         return True
 
     def begin_read(self, key: bytes) -> None:
-        """Keep a chunk that can be found while it is read; this is a use."""
         assert key in self and key not in self._busy
         self._busy[key] = Activity.READING
         self._policy.set_aside(key)
         self._policy.touch(key)
 
     def end_read(self, key: bytes, outcome: GetOutcome, now_s: float) -> bool:
-        """End a read. True: the chunk was cleared meanwhile, delete it."""
         assert self._busy.pop(key) is Activity.READING
         if outcome is GetOutcome.FAILED:
             # Without a pause every lookup would find it, and every read fail again.
@@ -207,7 +200,6 @@ class LocalIndex(LowerIndex):
     # --- clearing ---
 
     def hide(self, keys: Collection[bytes]) -> list[bytes]:
-        """Clear these chunks; return those to delete now."""
         known = [key for key in dict.fromkeys(keys) if key in self._items]
         for key in known:
             self._items[key] = _CLEARED
@@ -215,12 +207,10 @@ class LocalIndex(LowerIndex):
         return self.take_hidden(known)
 
     def hide_all(self) -> None:
-        """Clear everything and end all pins, in one step."""
         self._generation += 1
         self._pinned = set()
 
     def take_hidden(self, keys: Collection[bytes]) -> list[bytes]:
-        """Return those of these chunks that are hidden and idle, to delete now."""
         hidden = []
         for key in keys:  # one may come twice: it was cleared, put again and cleared again
             is_hidden = self._items.get(key, self._generation) != self._generation
@@ -232,7 +222,6 @@ class LocalIndex(LowerIndex):
     # --- operators' pins, limits ---
 
     def operator_pin(self, key: bytes) -> bool:
-        """Pin a chunk that can be found until `operator_unpin`; False if too much is pinned."""
         assert key in self
         if key not in self._pinned and len(self._pinned) >= self._max_pinned:
             return False
@@ -251,15 +240,12 @@ class LocalIndex(LowerIndex):
         return True
 
     def limit_to_used(self) -> None:
-        """Hold no more than now, until `restore_limit`: the device has less than the capacity."""
         self._max_items = self._used_items
 
     def restore_limit(self) -> None:
-        """Use the whole capacity again."""
         self._max_items = self.capacity_bytes // self.item_bytes
 
     def check(self) -> None:
-        """Raise AssertionError if the bookkeeping contradicts itself."""
         assert self._used_items <= self._max_items
         for few in (self._busy, self._backoffs):
             assert few.keys() <= self._items.keys()

@@ -5,6 +5,7 @@ Pure bookkeeping: no I/O, no clock, no threads. The caller serializes calls and 
 
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import islice
 from math import inf
@@ -37,45 +38,31 @@ _CLEARED: Final = -1
 """The generation of an entry that was cleared alone: never the current one."""
 
 
+@dataclass(slots=True, eq=False)
 class PoolEntry:
     """One chunk of the pool, and what keeps it there.
 
     Only `PoolIndex` changes it, except for ``is_prefetched``.
     """
 
-    __slots__ = (
-        "awaited",
-        "due_s",
-        "generation",
-        "holds",
-        "is_operator_pinned",
-        "is_prefetched",
-        "key",
-        "leases",
-        "putting",
-        "slot",
-        "state",
-    )
-
-    def __init__(self, key: bytes, slot: int, state: EntryState, generation: int) -> None:
-        self.key = key
-        self.slot = slot
-        self.state = state
-        self.generation = generation
-        """That of the pool when the entry came; another one: the entry was cleared."""
-        self.holds = 0
-        """Times held and not released."""
-        self.putting = 0
-        """Puts to lower tiers that are queued or read the bytes."""
-        self.leases = _NO_LEASES
-        """Each holder's pin: until when; while the entry is not ready, for how long after that."""
-        self.awaited = 0
-        """Requests still to come that share the pin of the holder None."""
-        self.due_s: float | None = None
-        """When the first pin of a ready entry ends."""
-        self.is_operator_pinned = False
-        self.is_prefetched = False
-        """Promoted or copied here for a request, and not held since."""
+    key: bytes
+    slot: int
+    state: EntryState
+    generation: int
+    """That of the pool when the entry came; another one: the entry was cleared."""
+    holds: int = 0
+    """Times held and not released."""
+    putting: int = 0
+    """Puts to lower tiers that are queued or read the bytes."""
+    leases: Mapping[Holder, float] = field(default_factory=lambda: _NO_LEASES)
+    """Each holder's pin: until when; while the entry is not ready, for how long after that."""
+    awaited: int = 0
+    """Requests still to come that share the pin of the holder None."""
+    due_s: float | None = None
+    """When the first pin of a ready entry ends."""
+    is_operator_pinned: bool = False
+    is_prefetched: bool = False
+    """Promoted or copied here for a request, and not held since."""
 
     @property
     def is_busy(self) -> bool:
@@ -85,13 +72,6 @@ class PoolEntry:
     def is_pinned(self, now_s: float) -> bool:
         """Whether a pin keeps a ready entry at that time."""
         return self.is_operator_pinned or any(until_s > now_s for until_s in self.leases.values())
-
-    def __repr__(self) -> str:
-        return (
-            f"<PoolEntry {self.key.hex()[:8]} slot={self.slot} {self.state.name} "
-            f"generation={self.generation} holds={self.holds} putting={self.putting} "
-            f"leases={dict(self.leases)}>"
-        )
 
 
 def _request_pins(leases: Mapping[Holder, float]) -> int:
@@ -134,7 +114,6 @@ class PinDeadlines:
             yield from entries.values()
 
     def check(self, pinned: Iterable[PoolEntry]) -> None:
-        """Raise AssertionError if a pin would not be found after its deadline."""
         found = [(key, due_s) for due_s, same in self._entries.items() for key in same]
         assert len(found) == len(dict(found)) and all(self._entries.values())
         ready = (entry for entry in pinned if entry.state is EntryState.READY)
@@ -192,7 +171,6 @@ class PoolIndex:
 
     @property
     def free_slots(self) -> int:
-        """Slots that hold nothing."""
         return len(self._free)
 
     # --- lookups ---
@@ -327,23 +305,19 @@ class PoolIndex:
                     self._seals.note_use(entry.slot)
 
     def hold(self, entry: PoolEntry) -> None:
-        """Keep an entry until `release`."""
         entry.holds += 1
         self._busy.add(entry.key)
 
     def release(self, entry: PoolEntry) -> None:
-        """End one `hold`."""
         assert entry.holds > 0
         entry.holds -= 1
         self._put_back_if_unused(entry)
 
     def begin_put(self, entry: PoolEntry) -> None:
-        """Keep an entry until `end_put`."""
         entry.putting += 1
         self._busy.add(entry.key)
 
     def end_put(self, entry: PoolEntry) -> None:
-        """End one `begin_put`."""
         assert entry.putting > 0
         entry.putting -= 1
         self._put_back_if_unused(entry)
@@ -490,7 +464,6 @@ class PoolIndex:
         return True
 
     def check(self) -> None:
-        """Raise AssertionError if the bookkeeping contradicts itself."""
         slots = [entry.slot for entry in self]
         assert sorted(slots + self._free) == list(range(self.num_slots)), "a slot lost or shared"
         pinned, by_operator, in_policy = set(), set(), set()

@@ -3,7 +3,7 @@
 import logging
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 
 from cacheengine.record import CPU
@@ -179,7 +179,6 @@ class Promoter:
                 stats.io_errors += 1
 
     def check(self) -> None:
-        """Raise AssertionError if the bookkeeping contradicts itself."""
         for reads in self.reads.values():
             reads.check()
         reading = {entry.key for entry in self._state.pool if entry.state is EntryState.PROMOTING}
@@ -197,14 +196,12 @@ class PrefixPromotion:
 
     promotion: Promotion
     keys: Sequence[bytes]
+    protected: frozenset[bytes]
+    """The same keys: they do not leave the pool for each other."""
     pin_s: float
     position: int = 0
     asks_from: int = 0
     """While it asks the remote tier for what follows: the position of the next question."""
-    protected: frozenset[bytes] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.protected = frozenset(self.keys)
 
     @property
     def key(self) -> bytes:
@@ -232,7 +229,7 @@ class PrefixPromotions:
         """Return a promotion of a prefix, to `advance`; its `Promotion` has the counts."""
         self._state.stats.prefetches += 1
         promotion = Promotion(len(keys), holder, is_demand=is_demand)
-        return PrefixPromotion(promotion, keys, pin_s)
+        return PrefixPromotion(promotion, keys, frozenset(keys), pin_s)
 
     def leave(self, holder: str) -> None:
         """End the promotions of a holder that wait for an answer, before they begin to read."""
@@ -267,7 +264,6 @@ class PrefixPromotions:
         return 0.0
 
     def arrival_s(self, promotion: Promotion, now_s: float) -> float:
-        """Return in how many seconds the last of a promotion's reads is expected to end."""
         reads = self._promoter.reads
         numbers = promotion.reads.items()
         return max((reads[tier].arrival_s(number, now_s) for tier, number in numbers), default=0.0)
@@ -287,13 +283,14 @@ class PrefixPromotions:
         if prefix.asks_from:
             return self._ask_on(prefix, now_s)
         self._make_room_ahead(prefix, now_s)
+        remote = self._remote
         for _ in range(PORTION):
             if prefix.position == len(prefix.keys):
                 return False
             entry, outcome = self._state.entry(prefix.key), PromotionOutcome.MISSING
             if entry is None:
                 source = self._state.source(prefix.key, now_s)
-                if source is None and self._is_asked(prefix.key, now_s):
+                if source is None and remote is not None and remote.ask(prefix.key, now_s):
                     prefix.asks_from = prefix.position + 1
                     return self._ask_on(prefix, now_s)
                 if source is not None:
@@ -412,10 +409,6 @@ class PrefixPromotions:
         self._waiting.setdefault(prefix.key, []).append(prefix)
         return False
 
-    def _is_asked(self, key: bytes, now_s: float) -> bool:
-        """Whether the remote tier will answer for a chunk; the question may wait for more."""
-        return self._remote is not None and self._remote.ask(key, now_s)
-
     def take_questions(self, most: int) -> list[bytes]:
         """Return chunks to ask the remote tier for; then `answered`."""
         return [] if self._remote is None else self._remote.take_questions(most)
@@ -446,7 +439,6 @@ class PrefixPromotions:
         return bool(self._answered)
 
     def check(self) -> None:
-        """Raise AssertionError if the bookkeeping contradicts itself."""
         for key, waiting in self._waiting.items():
             assert self._remote is not None and self._remote.is_asked(key), "no answer will come"
             assert all(each.key == key and not each.promotion.done for each in waiting)

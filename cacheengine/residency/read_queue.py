@@ -48,12 +48,10 @@ class ReadQueue:
 
     @property
     def waiting(self) -> int:
-        """How many reads have not begun."""
         return len(self._demand) + len(self._others)
 
     @property
     def begun(self) -> int:
-        """How many reads are under way."""
         return len(self._begun)
 
     def is_waiting(self, key: bytes) -> bool:
@@ -63,7 +61,6 @@ class ReadQueue:
     # --- the order ---
 
     def add(self, entry: PoolEntry, now_s: float, *, is_demand: bool) -> None:
-        """Queue a read."""
         if not self._begun and not self.waiting:
             self._moved_s = now_s
         self._changed_s = now_s
@@ -154,7 +151,6 @@ class ReadQueue:
         return bool(self._begun) and now_s - next(iter(self._begun.values())) > self._stuck_s
 
     def check(self) -> None:
-        """Raise AssertionError if the bookkeeping contradicts itself."""
         keys = [*self._demand, *self._others, *self._begun]
         assert len(keys) == len({*keys}), "read twice"
         numbers = [number for number, _ in self._demand.values()]

@@ -6,7 +6,7 @@ here stays in the tier.
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from cacheengine.residency.lower_index import Activity, LowerIndex
@@ -78,12 +78,10 @@ class SharedIndex(LowerIndex):
     # --- lookups ---
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether the tier is known to hold the chunk."""
         generation = self._held.get(key, _CLEARED)
         return generation >= self._cleared_at and generation >= self._forgotten_at
 
     def can_read(self, key: bytes, now_s: float) -> bool:
-        """Whether the tier is known to hold the chunk and is not being left alone."""
         return key in self and not self._is_left_alone
 
     @property
@@ -91,11 +89,9 @@ class SharedIndex(LowerIndex):
         return self.is_suspended or self._is_down
 
     def keys(self) -> list[bytes]:
-        """Return the keys known to be held, least recent first."""
         return [key for key in self._held if key in self]
 
     def is_known(self, key: bytes) -> bool:
-        """Whether the chunk is known to be there, or something is under way with it."""
         if key in self._busy:
             return True
         generation = self._held.get(key)
@@ -105,7 +101,6 @@ class SharedIndex(LowerIndex):
         )
 
     def touch(self, key: bytes) -> None:
-        """Forget a chunk later than others, if it is known to be held."""
         if key in self:
             self._held.move_to_end(key)
 
@@ -116,25 +111,22 @@ class SharedIndex(LowerIndex):
 
         Returns whether an answer will come (`answered`).
         """
-        if key in self._asked:
-            return True
-        is_absent = self._absent.get(key, now_s) > now_s
-        is_barred = is_absent or self._is_left_alone or len(self._asked) >= _MAX_ASKED
-        if is_barred or self.is_known(key):
+        is_asked = key in self._asked
+        return is_asked or (not self.is_known(key) and self._begin_asking(key, self._absent, now_s))
+
+    def renew(self, key: bytes, now_s: float) -> None:
+        """Note a use of a chunk elsewhere: ask for it again, if it is held and was not for long."""
+        is_idle = key in self and key not in self._busy and key not in self._asked
+        if is_idle and self._begin_asking(key, self._fresh, now_s):
+            self._renewing.add(key)
+
+    def _begin_asking(self, key: bytes, not_before: Mapping[bytes, float], now_s: float) -> bool:
+        is_too_early = not_before.get(key, now_s) > now_s
+        if is_too_early or self._is_left_alone or len(self._asked) >= _MAX_ASKED:
             return False
         self._asked[key] = (now_s, self._generation)
         self._to_ask[key] = None
         return True
-
-    def renew(self, key: bytes, now_s: float) -> None:
-        """Note a use of a chunk elsewhere: ask for it again, if it is held and was not for long."""
-        is_fresh = self._fresh.get(key, now_s) > now_s
-        is_barred = is_fresh or self._is_left_alone or len(self._asked) >= _MAX_ASKED
-        if is_barred or key not in self or key in self._busy or key in self._asked:
-            return
-        self._renewing.add(key)
-        self._asked[key] = (now_s, self._generation)
-        self._to_ask[key] = None
 
     def take_lost(self) -> list[bytes]:
         """Return keys found to be gone, by the questions of `renew`, since the last call."""
@@ -143,7 +135,6 @@ class SharedIndex(LowerIndex):
 
     @property
     def has_questions(self) -> bool:
-        """Whether `take_questions` would return any."""
         return bool(self._to_ask)
 
     def is_late(self, now_s: float) -> bool:
@@ -152,7 +143,6 @@ class SharedIndex(LowerIndex):
         return bool(self._asked) and now_s - next(iter(self._asked.values()))[0] >= _PATIENCE_S
 
     def is_asked(self, key: bytes) -> bool:
-        """Whether an answer will come."""
         return key in self._asked
 
     def take_questions(self, limit: int) -> list[bytes]:
@@ -228,7 +218,6 @@ class SharedIndex(LowerIndex):
         return []
 
     def publish(self, key: bytes) -> bool:
-        """End a write that succeeded. False: it was cleared meanwhile, delete it."""
         activity, generation = self._busy.pop(key)
         assert activity is Activity.WRITING
         if generation < self._cleared_at:
@@ -239,7 +228,6 @@ class SharedIndex(LowerIndex):
         return True
 
     def not_written(self, key: bytes) -> bool:
-        """End a write that failed."""
         self.forget(key)
         return True
 
@@ -249,13 +237,11 @@ class SharedIndex(LowerIndex):
         assert activity is not Activity.READING
 
     def begin_read(self, key: bytes) -> None:
-        """Note that a chunk known to be held is read; forget it later than others."""
         assert key in self and key not in self._busy
         self._busy[key] = (Activity.READING, self._held[key])
         self._held.move_to_end(key)
 
     def end_read(self, key: bytes, outcome: GetOutcome, now_s: float) -> bool:
-        """End a read. True: the chunk was cleared meanwhile, delete it."""
         activity, generation = self._busy.pop(key)
         assert activity is Activity.READING
         if outcome is GetOutcome.FAILED:
@@ -304,18 +290,14 @@ class SharedIndex(LowerIndex):
             del untils[oldest]
 
     def take_forgotten(self) -> list[bytes]:
-        """Return keys that were forgotten since the last call, to bound memory."""
         forgotten, self._forgotten = self._forgotten, []
         return forgotten
 
     # --- clearing ---
 
     def hide(self, keys: Collection[bytes]) -> list[bytes]:
-        """Forget these; return those to delete now.
-
-        Only chunks known here are deleted: what other engines put stays, and is found again when
-        it is asked for.
-        """
+        # Only chunks known here are deleted: what other engines put stays, and is found again when
+        # it is asked for.
         for key in keys:
             if key in self._asked:
                 self._asked[key] = (self._asked[key][0], _CLEARED)
@@ -326,17 +308,14 @@ class SharedIndex(LowerIndex):
         return self.take_hidden(dict.fromkeys(keys))
 
     def hide_all(self) -> None:
-        """Forget and delete everything, in one step."""
         self._generation += 1
         self._cleared_at = self._generation
 
     def forget_all(self) -> None:
-        """Forget what is held, in one step; reads and writes under way continue."""
         self._generation += 1
         self._forgotten_at = self._generation
 
     def take_hidden(self, keys: Collection[bytes]) -> list[bytes]:
-        """Drop those of these keys that are hidden; return those to delete now."""
         deleted = []
         for key in keys:  # one may come twice: it was cleared, learned again and cleared again
             if key not in self._held or key in self or key in self._busy:
@@ -347,7 +326,6 @@ class SharedIndex(LowerIndex):
         return deleted
 
     def check(self) -> None:
-        """Raise AssertionError if the bookkeeping contradicts itself."""
         assert len(self._held) <= self._max_held
         assert len(self._absent) <= self._max_absent
         assert len(self._fresh) <= self._max_absent

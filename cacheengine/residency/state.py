@@ -33,7 +33,6 @@ class ReportedKeys:
             self.add(key)
 
     def add(self, key: bytes) -> None:
-        """Note that the tier has gained a key."""
         self.parts[hash(key) % SHARDS][key] = None
 
     def discard(self, key: bytes) -> bool:
@@ -334,7 +333,6 @@ class CacheState:
         return ended
 
     def check(self) -> None:
-        """Raise AssertionError if the bookkeeping contradicts itself."""
         self.pool.check()
         for index in self.lower:
             index.check()

@@ -206,18 +206,19 @@ class EngineConfig:
                 found = f"{host} can be reached from other machines, and there is no fleet secret"
                 raise self._error(key, found, f"{HOW_TO_SET}, or listen on 127.0.0.1")
 
-    def check_ready(self) -> None:
+    def check_ready(self, *, ranks: int = 1) -> None:
         """Raise `ConfigError` for memory, directories or packages that this machine lacks.
 
-        Creates the disk tier's directories. Logs a warning if huge pages are missing; the pool
-        works without them.
+        ``ranks`` is how many data parallel ranks have a pool of this size here. Creates the disk
+        tier's directories. Logs a warning if huge pages are missing; the pool works without them.
         """
         memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if self.max_local_cpu_bytes > memory_bytes:
+        if ranks * self.max_local_cpu_bytes > memory_bytes:
+            of_each = f" for each of {ranks} data parallel ranks" if ranks > 1 else ""
             raise self._error(
                 "max_local_cpu_size",
-                f"{self.max_local_cpu_size:g} GB is more than this machine's memory",
-                f"set less than {memory_bytes / _GB:.1f}; sizes are in GB",
+                f"{self.max_local_cpu_size:g} GB{of_each} is more than this machine's memory",
+                f"set less than {memory_bytes / ranks / _GB:.1f}; sizes are in GB",
             )
         if self.local_cpu_use_hugepages:
             try:

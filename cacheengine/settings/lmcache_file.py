@@ -168,10 +168,6 @@ class _Given:
     at: ConfigLocation
     value: object
 
-    @property
-    def written_key(self) -> str:
-        return self.at.key
-
 
 def load_engine_config(
     path: str | Path | None = None, environment: Mapping[str, str] | None = None
@@ -246,12 +242,12 @@ def _from_environment(environment: Mapping[str, str]) -> Iterator[_Given]:
 def _by_key(all_given: Iterator[_Given]) -> dict[str, _Given]:
     result: dict[str, _Given] = {}
     for given in all_given:
-        key = given.written_key.removeprefix(_PREFIX).lower()
+        key = given.at.key.removeprefix(_PREFIX).lower()
         if not _is_known(key):
-            raise given.at.error("unknown key", _nearest(given.written_key, key))
+            raise given.at.error("unknown key", _nearest(given.at.key, key))
         key = ALIASES.get(key, key)
         if key in result:
-            found = f"sets the same as {result[key].written_key}"
+            found = f"sets the same as {result[key].at.key}"
             raise given.at.error(found, "remove one of the two")
         result[key] = given
     return result

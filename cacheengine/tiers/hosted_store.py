@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -64,14 +64,6 @@ _CLOSE_S: Final = 4.0
 _POLL_S: Final = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Span(Generic[T]):
-    """A blob's place in a lane."""
-
-    blob: T
-    offset: int
-
-
 class HostedStore(BlobStore):
     """Blobs through a library in another process, over memory that both share.
 
@@ -113,15 +105,13 @@ class HostedStore(BlobStore):
         self._start()
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        """Ask for at most `_NAMES_AT_ONCE` names in a call."""
         return list(map(bool, self._call_by_name("exists", names)))
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove at most `_NAMES_AT_ONCE` names in a call."""
         self._call_by_name("remove", names)
 
     def _call_by_name(self, verb: Verb, names: Sequence[str]) -> list[int]:
-        deadline = self._deadline(0)
+        deadline = Deadline(self._timeout_s)
         process = self._connected(deadline)
         answers: list[int] = []
         for start in range(0, len(names), _NAMES_AT_ONCE):
@@ -130,38 +120,37 @@ class HostedStore(BlobStore):
         return answers
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bool]:
-        """Store as many as fit into a lane at a time."""
-        deadline = self._deadline(sum(blob.size_bytes for blob in blobs))
+        deadline = Deadline.for_batch(self._timeout_s, sum(blob.size_bytes for blob in blobs))
         outcomes: list[int] = []
         for spans in self._rounds(blobs):
             with self._lane(deadline) as lane:
-                for span in spans:
-                    start = lane.offset + span.offset + self._prefix_bytes
-                    lane.process.memory.write(start, span.blob.parts)
-                outcomes += lane.call(deadline, "put", [span.blob.name for span in spans], spans)
+                for blob, offset in spans:
+                    start = lane.offset + offset + self._prefix_bytes
+                    lane.process.memory.write(start, blob.parts)
+                outcomes += lane.call(deadline, "put", spans)
         if outcomes and STORED not in outcomes and FULL in outcomes:
             raise StoreFullError("it is full, and can evict nothing now")
         return [outcome == STORED for outcome in outcomes]
 
     def get_many(self, targets: Sequence[ReadTarget]) -> list[int | None]:
-        """Read as many as fit into a lane at a time."""
-        deadline = self._deadline(sum(target.size_bytes for target in targets))
+        size_bytes = sum(target.size_bytes for target in targets)
+        deadline = Deadline.for_batch(self._timeout_s, size_bytes)
         sizes: list[int] = []
         for spans in self._rounds(targets):
             with self._lane(deadline) as lane:
-                found = lane.call(deadline, "get", [span.blob.name for span in spans], spans)
-                for span, size in zip(spans, found, strict=True):
-                    if 0 < size <= span.blob.size_bytes:
-                        start = lane.offset + span.offset + self._prefix_bytes
-                        lane.process.memory.read(start, span.blob.parts, size)
+                found = lane.call(deadline, "get", spans)
+                for (target, offset), size in zip(spans, found, strict=True):
+                    if 0 < size <= target.size_bytes:
+                        start = lane.offset + offset + self._prefix_bytes
+                        lane.process.memory.read(start, target.parts, size)
                 sizes += found
         if sizes and all(size == UNREAD for size in sizes):
             raise StoreError("it holds the blobs, but none could be read")
         return [None if size in (ABSENT, UNREAD) else size for size in sizes]
 
-    def _rounds(self, batch: Sequence[T]) -> Iterator[list[_Span[T]]]:
-        """Place blobs in a lane, as many as fit at a time."""
-        spans: list[_Span[T]] = []
+    def _rounds(self, batch: Sequence[T]) -> Iterator[list[tuple[T, int]]]:
+        """Yield blobs with their offsets in a lane, as many as fit at a time."""
+        spans: list[tuple[T, int]] = []
         end = 0
         for blob in batch:
             span_bytes = _aligned(blob.size_bytes + self._prefix_bytes)
@@ -174,22 +163,18 @@ class HostedStore(BlobStore):
             if end + span_bytes > self._lane_bytes or len(spans) == _NAMES_AT_ONCE:
                 yield spans
                 spans, end = [], 0
-            spans.append(_Span(blob, end))
+            spans.append((blob, end))
             end += span_bytes
         if spans:
             yield spans
 
     def close(self) -> None:
-        """Disconnect and end the process. Calls that are running fail."""
         with self._condition:
             self._closed = True
             process, self._process = self._process, None
             self._condition.notify_all()
         if process is not None:
             process.close(_CLOSE_S)
-
-    def _deadline(self, size_bytes: int) -> Deadline:
-        return Deadline.for_batch(self._timeout_s, size_bytes)
 
     @contextmanager
     def _lane(self, deadline: Deadline) -> Iterator["_Lane"]:
@@ -275,21 +260,20 @@ class HostedStore(BlobStore):
             logger.warning("remote tier: %s; starting another one", reason)
 
 
+@dataclass
 class _Lane:
     """The share of a process and its memory that one call uses."""
 
-    def __init__(self, process: "ClientProcess", number: int, offset: int) -> None:
-        self.process = process
-        self.number = number
-        self.offset = offset
-        self.running: Future[list[int]] | None = None
+    process: "ClientProcess"
+    number: int
+    offset: int
+    running: Future[list[int]] | None = None
 
-    def call(
-        self, deadline: Deadline, verb: Verb, names: list[str], spans: Sequence[_Span[Any]]
-    ) -> list[int]:
+    def call(self, deadline: Deadline, verb: Verb, spans: Sequence[tuple[Blob, int]]) -> list[int]:
         """Make the call; raise `StoreError` if it fails or misses the deadline."""
-        offsets = [self.offset + span.offset for span in spans]
-        sizes = [span.blob.size_bytes for span in spans]
+        names = [blob.name for blob, _ in spans]
+        offsets = [self.offset + offset for _, offset in spans]
+        sizes = [blob.size_bytes for blob, _ in spans]
         self.running = self.process.call(verb, names, offsets, sizes)
         return _result_in_time(self.running, deadline)
 
@@ -372,13 +356,7 @@ class ClientProcess:
         self._socket, self._process = self._spawn(library, threads)
         threading.Thread(target=self._receive, name="store-replies", daemon=True).start()
 
-    @property
-    def pid(self) -> int:
-        """The process's id."""
-        return self._process.pid
-
     def age_s(self) -> float:
-        """Return the seconds since its start."""
         return time.monotonic() - self._started_s
 
     def call(
@@ -423,23 +401,22 @@ class ClientProcess:
             threads=threads,
             parent_pid=os.getpid(),
         )
+        output = None if library.log_variable in os.environ else subprocess.DEVNULL
         with contextlib.ExitStack() as undo, theirs:
             undo.callback(ours.close)
             process = subprocess.Popen(
                 [sys.executable, "-m", "cacheengine.tiers.client_host"],
                 stdin=subprocess.PIPE,
-                stdout=None if library.log_variable in os.environ else subprocess.DEVNULL,
-                stderr=None if library.log_variable in os.environ else subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
                 pass_fds=(theirs.fileno(), self.memory.fd),
                 env={**library.environment, **os.environ, "PYTHONPATH": _import_path()},
                 start_new_session=True,  # a Ctrl-C is for the replica only
             )
             assert process.stdin is not None
             # Not an argument: every user can read those, and the settings may contain a password.
-            with (
-                contextlib.suppress(BrokenPipeError),
-                process.stdin,
-            ):  # it has died: `_receive` notices
+            # If the process has died, `_receive` notices.
+            with contextlib.suppress(BrokenPipeError), process.stdin:
                 process.stdin.write(msgspec.json.encode(setup))
             undo.pop_all()
         return Connection(ours.detach()), process

@@ -130,7 +130,6 @@ class InfiniStoreClient(StoreClient):
         self._request_lock = threading.Lock()
 
     def connect(self, address: int, size_bytes: int) -> None:
-        """Connect and register the memory for RDMA."""
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._connection.connect()
         self._connection.register_mr(address, size_bytes)
@@ -143,7 +142,6 @@ class InfiniStoreClient(StoreClient):
     def get(
         self, names: Sequence[str], addresses: Sequence[int], limits: Sequence[int]
     ) -> list[int]:
-        """Read all at once."""
         return self._all(self._get(*each) for each in zip(names, addresses, limits, strict=True))
 
     async def _get(self, name: str, address: int, limit: int) -> int:
@@ -196,12 +194,10 @@ class InfiniStoreClient(StoreClient):
         return [failed if isinstance(each, BaseException) else each for each in outcomes]
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove all in one call."""
         with self._request_lock:
             self._connection.delete_keys(list(names))
 
     def close(self) -> None:
-        """Close the connection."""
         self._connection.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
 

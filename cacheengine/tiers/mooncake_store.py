@@ -27,7 +27,13 @@ from cacheengine.tiers.client_host import (
 from cacheengine.tiers.hosted_store import HostedLibrary, HostedStore
 from cacheengine.tiers.remote_url import parse_remote_url
 from warmroute_common.addresses import join_host_port
-from warmroute_common.config_reader import BadValueError, parse_bool, parse_int, parse_seconds
+from warmroute_common.config_reader import (
+    BadValueError,
+    parse_bool,
+    parse_int,
+    parse_seconds,
+    setting,
+)
 
 CONFIG_FILE_VARIABLE: Final = "MOONCAKE_CONFIG_PATH"
 """Names a JSON file with the same keys. As in LMCache, it overrides ``extra_config``."""
@@ -36,30 +42,72 @@ DEFAULT_BUFFER_BYTES: Final = 512 * 1024 * 1024
 _LEAST_BUFFER_BYTES: Final = 4 * 1024 * 1024
 _LEAST_SEGMENT_BYTES: Final = 16 * 1024 * 1024
 _PREFIX: Final = "mooncake_"
+_NO_SERVER: Final = "P2PHANDSHAKE"
+_METADATA_SCHEMES: Final = ("http://", "https://", "etcd://", "redis://")
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or value != value.strip() or any(map(str.isspace, value)):
+        raise BadValueError(f"{value!r} is not a name", "write text without spaces")
+    return value
+
+
+def _metadata_server(value: object) -> str:
+    text = _text(value)
+    if text not in ("", _NO_SERVER) and not text.startswith(_METADATA_SCHEMES):
+        allowed = ", ".join(f"{scheme}host:port" for scheme in _METADATA_SCHEMES)
+        raise BadValueError(
+            f"{text!r} is not a metadata server", f"write {_NO_SERVER}, or one of {allowed}"
+        )
+    return text or _NO_SERVER
+
+
+def _protocol(value: object) -> str:
+    text = _text(value).lower()
+    if text not in ("tcp", "rdma"):
+        raise BadValueError(f"{value!r} is not supported", "write tcp or rdma")
+    return text
+
+
+def _bytes(least: int, at_zero: int) -> Callable[[object], int]:
+    def parse(value: object) -> int:
+        number = parse_int(minimum=0)(value)
+        if 0 < number < least:
+            raise BadValueError(f"{number} bytes is too little", f"write 0, or at least {least}")
+        return number or at_zero
+
+    return parse
 
 
 @dataclass(frozen=True, kw_only=True)
 class MooncakeSettings:
     """The client's settings, with LMCache's names."""
 
-    master_server_address: str
+    master_server_address: str = setting(parse=_text)
     """``host:port`` of mooncake_master."""
-    local_hostname: str = ""
+    local_hostname: str = setting("", parse=_text)
     """This replica's address for other replicas; by default the one that the master sees."""
-    metadata_server: str = "P2PHANDSHAKE"
+    metadata_server: str = setting(_NO_SERVER, parse=_metadata_server)
     """The value that mooncake_master was started with."""
-    protocol: str = "tcp"
+    protocol: str = setting("tcp", parse=_protocol)
     """``tcp`` or ``rdma``."""
-    device_name: str = ""
+    device_name: str = setting("", parse=_text)
     """RDMA devices, comma-separated; empty lets the library choose."""
-    global_segment_size: int = 3355443200
+    global_segment_size: int = setting(3355443200, parse=_bytes(_LEAST_SEGMENT_BYTES, at_zero=0))
     """Bytes of memory that this replica contributes to the store; 0 uses only that of others."""
-    local_buffer_size: int = DEFAULT_BUFFER_BYTES
+    local_buffer_size: int = setting(
+        DEFAULT_BUFFER_BYTES, parse=_bytes(_LEAST_BUFFER_BYTES, at_zero=DEFAULT_BUFFER_BYTES)
+    )
     """Bytes of the buffer that chunks pass through. Memory is allocated when it is first used."""
-    prefer_local_alloc: bool = False
+    prefer_local_alloc: bool = setting(False, parse=parse_bool)
     """Store in this replica's own segment until that is full."""
-    transfer_timeout: float | None = None
+    transfer_timeout: float | None = setting(None, parse=parse_seconds)
     """Seconds that a call may take, plus the time for its bytes."""
+
+
+_PARSERS: Final[Mapping[str, Callable[[object], object]]] = {
+    each.name: each.metadata["parse"] for each in dataclasses.fields(MooncakeSettings)
+}
 
 
 def mooncake_settings(
@@ -76,8 +124,12 @@ def mooncake_settings(
     if device := address.options.get("device"):
         given["device_name"] = device
     given["master_server_address"] = join_host_port(address.host, address.port)
-    parsed = {key: _parse(key, value) for key, value in given.items()}
-    known: dict[str, Any] = {key: value for key, value in parsed.items() if value is not None}
+    known: dict[str, Any] = {}
+    for key, value in given.items():
+        try:
+            known[key] = _PARSERS[key](value)
+        except BadValueError as error:
+            raise BadValueError(f"{key}: {error.problem}", error.fix) from None
     return MooncakeSettings(**known)
 
 
@@ -101,6 +153,8 @@ def _by_key(given: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for written, value in given.items():
         key = str(written).removeprefix(_PREFIX)
+        if value is None or (key in _LIBRARY_ONLY and not value):
+            continue
         if key in _PARSERS:
             if key in found and found[key] != value:
                 raise BadValueError(
@@ -120,78 +174,14 @@ def _nearest(key: str) -> str:
     return near[0] if near else ""
 
 
-def _parse(key: str, value: object) -> object:
-    if value is None:
-        return None
-    try:
-        return _PARSERS[key](value)
-    except BadValueError as error:
-        raise BadValueError(f"{key}: {error.problem}", error.fix) from None
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str) or value != value.strip() or any(map(str.isspace, value)):
-        raise BadValueError(f"{value!r} is not a name", "write text without spaces")
-    return value
-
-
-def _metadata_server(value: object) -> str:
-    text = _text(value)
-    if text not in ("", "P2PHANDSHAKE") and not text.startswith(_METADATA_SCHEMES):
-        allowed = ", ".join(f"{scheme}host:port" for scheme in _METADATA_SCHEMES)
-        raise BadValueError(
-            f"{text!r} is not a metadata server", f"write P2PHANDSHAKE, or one of {allowed}"
-        )
-    return text or "P2PHANDSHAKE"
-
-
-_METADATA_SCHEMES: Final = ("http://", "https://", "etcd://", "redis://")
-
-
-def _protocol(value: object) -> str:
-    text = _text(value).lower()
-    if text not in ("tcp", "rdma"):
-        raise BadValueError(f"{value!r} is not supported", "write tcp or rdma")
-    return text
-
-
-def _bytes(least: int, at_zero: int) -> Callable[[object], int]:
-    def parse(value: object) -> int:
-        number = parse_int(minimum=0)(value)
-        if 0 < number < least:
-            raise BadValueError(f"{number} bytes is too little", f"write 0, or at least {least}")
-        return number or at_zero
-
-    return parse
-
-
-def _no_directory(value: object) -> None:
-    if value:
-        fix = "remove it: SSD storage is configured at mooncake_client and mooncake_master"
-        raise BadValueError(f"{value!r} is not supported", fix)
-
-
-_PARSERS: Final[Mapping[str, Callable[[object], object]]] = {
-    "master_server_address": _text,
-    "local_hostname": _text,
-    "metadata_server": _metadata_server,
-    "protocol": _protocol,
-    "device_name": _text,
-    "global_segment_size": _bytes(_LEAST_SEGMENT_BYTES, at_zero=0),
-    "local_buffer_size": _bytes(_LEAST_BUFFER_BYTES, at_zero=DEFAULT_BUFFER_BYTES),
-    "prefer_local_alloc": parse_bool,
-    "transfer_timeout": parse_seconds,
-    "storage_root_dir": _no_directory,
-}
-
 _LIBRARY_ONLY: Final[Mapping[str, str]] = {
     "page_first_multi_buffer": "remove it: chunks are stored as single objects",
     "tenant_id": "remove it: replicas that share a master share its chunks",
     "enable_ssd_offload": "remove it: run mooncake_client with --enable_offload for that",
     "ssd_offload_path": "remove it: run mooncake_client with --enable_offload for that",
+    "storage_root_dir": "remove it: SSDs are configured at mooncake_client and mooncake_master",
 }
-"""Keys of the library or of LMCache that are not supported, and what to do instead."""
-
+"""Keys of the library or of LMCache that have an effect only there, and what to do instead."""
 
 _TIMEOUT_S: Final = 5.0
 
@@ -321,7 +311,6 @@ class MooncakeClient(StoreClient):
             self._config.preferred_segment = self._store.get_hostname()
 
     def exists(self, names: Sequence[str]) -> list[int]:
-        """Ask for all in one call."""
         self._check_master()
         codes: list[int] = self._store.batch_is_exist(names)
         _check(code for code in codes if code < 0)
@@ -356,7 +345,6 @@ class MooncakeClient(StoreClient):
         return [_outcome(code, size) for code, size in zip(codes, sizes, strict=True)]
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove all in one call, including objects with a lease."""
         self._check_master()
         codes: list[int] = self._store.batch_remove(names, True)
         _check(code for code in codes if code < 0 and code not in _ABSENT)

@@ -27,6 +27,7 @@ from cacheengine.tiers.store import (
 )
 from warmroute_common.addresses import join_host_port
 
+S = TypeVar("S")
 T = TypeVar("T")
 Slots = Mapping[int, Address]
 """For each hash slot the node that takes its writes."""
@@ -69,30 +70,23 @@ class RedisClusterStore(BlobStore):
         self._closed = False
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        """Ask each node for the names in its slots."""
-        return self._spread(names, False, lambda node, own: node.exists(_picked(names, own)))
+        return self._spread(names, names, False, RedisStore.exists)
 
     def get_many(self, targets: Sequence[ReadTarget]) -> list[int | None]:
-        """Read from each node the blobs in its slots."""
         names = [target.name for target in targets]
-        return self._spread(names, None, lambda node, own: node.get_many(_picked(targets, own)))
+        return self._spread(names, targets, None, RedisStore.get_many)
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bool]:
-        """Store in each node the blobs of its slots."""
-        names = [blob.name for blob in blobs]
-        return self._spread(names, False, lambda node, own: node.put_many(_picked(blobs, own)))
+        return self._spread([blob.name for blob in blobs], blobs, False, RedisStore.put_many)
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove from each node the names in its slots."""
-
-        def remove(node: RedisStore, own: Sequence[int]) -> list[None]:
-            node.remove(_picked(names, own))
+        def remove(node: RedisStore, own: Sequence[str]) -> list[None]:
+            node.remove(own)
             return [None] * len(own)
 
-        self._spread(names, None, remove)
+        self._spread(names, names, None, remove)
 
     def remove_all(self, prefix: str) -> int:
-        """Remove from each node what its slots have."""
         slots = self._current_slots()
         with self._lock:
             nodes = {self._node(address) for address in {*slots.values()}}
@@ -102,7 +96,6 @@ class RedisClusterStore(BlobStore):
         return removed
 
     def close(self) -> None:
-        """Close the connections to all nodes. Running calls fail."""
         with self._lock:
             self._closed = True
             nodes = list(self._nodes.values())
@@ -112,16 +105,17 @@ class RedisClusterStore(BlobStore):
     def _spread(
         self,
         names: Sequence[str],
+        items: Sequence[S],
         otherwise: T,
-        call: Callable[[RedisStore, Sequence[int]], Sequence[T]],
+        call: Callable[[RedisStore, Sequence[S]], Sequence[T]],
     ) -> list[T]:
-        """Call each node with the positions of its names; return the answers in their order."""
+        """Call each node with the items of these names that are its; return the answers."""
         answers = [otherwise] * len(names)
         errors: list[StoreError] = []
         by_node = self._by_node(names)
         for node, own in by_node.items():
             try:
-                found = call(node.store, own)
+                found = call(node.store, [items[position] for position in own])
             except StoreFullError as error:
                 errors.append(error)
                 node.log.refused(error)
@@ -192,10 +186,6 @@ class RedisClusterStore(BlobStore):
                 raise
         else:
             self._slots_backoff.succeeded()
-
-
-def _picked(items: Sequence[T], positions: Sequence[int]) -> list[T]:
-    return [items[position] for position in positions]
 
 
 def slots_of(server: RedisServer) -> Slots:

@@ -45,7 +45,6 @@ class ServerChannel(ABC):
         """Wait for bytes; return how many of them, at least one, are now in ``into``."""
 
     def receive_all(self, into: memoryview, deadline: Deadline) -> None:
-        """Fill ``into``."""
         while into:
             into = into[self.receive(into, deadline) :]
 
@@ -89,11 +88,9 @@ class PlainChannel(ServerChannel):
             _advance(left, sent)
 
     def receive(self, into: memoryview, deadline: Deadline) -> int:
-        """Wait for some bytes."""
         return self._receive(into, deadline, 0)
 
     def receive_all(self, into: memoryview, deadline: Deadline) -> None:
-        """Fill ``into``, usually with one system call."""
         while into:
             into = into[self._receive(into, deadline, socket.MSG_WAITALL) :]
 
@@ -120,7 +117,6 @@ class TlsChannel(ServerChannel):
         self._tls = connected
 
     def send(self, parts: Sequence[Part], deadline: Deadline) -> None:
-        """Encrypt and send."""
         for part in _joined(parts):
             view = memoryview(part)
             while view:
@@ -128,7 +124,6 @@ class TlsChannel(ServerChannel):
                 view = view[self._tls.send(view) :]
 
     def receive(self, into: memoryview, deadline: Deadline) -> int:
-        """Wait for some bytes."""
         self._tls.settimeout(deadline.left_s())
         return _not_closed(self._tls.recv_into(into))
 
@@ -185,10 +180,9 @@ class Refusal:
     """All of it, printable and of bounded length."""
 
 
-def command(*words: str | bytes | Part) -> bytes:
+def command(*words: str) -> bytes:
     """Return a short command."""
-    encoded = [word.encode() if isinstance(word, str) else bytes(word) for word in words]
-    return b"".join([b"*%d\r\n" % len(encoded), *(_bulk(word) for word in encoded)])
+    return b"".join([b"*%d\r\n" % len(words), *(_bulk(word.encode()) for word in words)])
 
 
 def set_command(name: str, parts: Sequence[Part], *, ttl_s: int) -> list[Part]:
@@ -283,7 +277,6 @@ class Conversation:
         return reply
 
     def send(self, parts: Sequence[Part]) -> None:
-        """Send commands."""
         self._channel.send(parts, self.deadline)
 
     def simple(self) -> str | Refusal:
@@ -336,15 +329,12 @@ class Conversation:
         return size_bytes
 
     def is_stale(self) -> bool:
-        """Whether there are bytes that nobody asked for, or the server has closed."""
         return self._start < self._end or self._channel.is_stale()
 
     def abort(self) -> None:
-        """Make a call that waits in another thread fail at once."""
         self._channel.abort()
 
     def close(self) -> None:
-        """Close the connection."""
         if self._connection is not None:
             self._connection.disconnect()  # type: ignore[no-untyped-call]
 

@@ -329,20 +329,22 @@ class RedisStore(BlobStore):
 
         Unlike EXISTS it is a use, for a server that evicts by use.
         """
-        found: list[bool] = []
+        return list(map(bool, self._for_each("TOUCH", names)))
+
+    def _for_each(self, word: str, names: Sequence[str]) -> list[int]:
+        """Send a command for each name: a cluster refuses one with names of several slots."""
+        numbers: list[int] = []
         for start in range(0, len(names), _NAMES_AT_ONCE):
-            found += self._exists(names[start : start + _NAMES_AT_ONCE])
-        return found
+            some = names[start : start + _NAMES_AT_ONCE]
 
-    def _exists(self, names: Sequence[str]) -> list[bool]:
-        def talk(server: Conversation) -> list[bool]:
-            server.send([b"".join(command("TOUCH", name) for name in names)])
-            return [bool(_granted(server.integer())) for _ in names]
+            def talk(server: Conversation, some: Sequence[str] = some) -> list[int]:
+                server.send([b"".join(command(word, name) for name in some)])
+                return [_granted(server.integer()) for _ in some]
 
-        return self._call(0, talk)
+            numbers += self._call(0, talk)
+        return numbers
 
     def get_many(self, targets: Sequence[ReadTarget]) -> list[int | None]:
-        """Read with one GET for each name."""
         if not targets:
             return []
 
@@ -353,7 +355,6 @@ class RedisStore(BlobStore):
         return self._call(sum(target.size_bytes for target in targets), talk)
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bool]:
-        """Send one SET for each name. The server makes a value visible when it is complete."""
         if not blobs:
             return []
         largest_bytes = max(blob.size_bytes for blob in blobs)
@@ -381,16 +382,7 @@ class RedisStore(BlobStore):
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove with UNLINK: a DEL of large values would block the server."""
-        for start in range(0, len(names), _NAMES_AT_ONCE):
-            self._remove(names[start : start + _NAMES_AT_ONCE])
-
-    def _remove(self, names: Sequence[str]) -> int:
-        def talk(server: Conversation) -> int:
-            # One for each name: in a cluster, all names of a command must be in one slot.
-            server.send([b"".join(command("UNLINK", name) for name in names)])
-            return sum([_granted(server.integer()) for _ in names])
-
-        return self._call(0, talk)
+        self._for_each("UNLINK", names)
 
     def remove_all(self, prefix: str) -> int:
         """Remove with SCAN and UNLINK, a portion at a time: others are served in between."""
@@ -403,17 +395,11 @@ class RedisStore(BlobStore):
                 return _granted(server.scanned())
 
             cursor, names = self._call(0, talk)
-            removed += self._remove(names) if names else 0
+            removed += sum(self._for_each("UNLINK", names))
             if cursor == "0":
                 return removed
 
-    @property
-    def open_connections(self) -> int:
-        """How many connections there are, idle and in use."""
-        return self._pool.size
-
     def close(self) -> None:
-        """Close all connections. Running calls fail."""
         self._pool.close()
 
     def _call(self, size_bytes: int, talk: Callable[[Conversation], T]) -> T:

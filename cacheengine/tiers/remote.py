@@ -33,6 +33,11 @@ _BATCH_BYTES: Final = 64 * 1024 * 1024
 _QUIET_S: Final = 60.0
 """Time between two warnings about outages: a server may fail every second call."""
 
+SERDE_NAMES: Final = ("naive", "lossless", "cachegen")
+"""The names, the default first."""
+_ELEMENT_BYTES: Final[Mapping[str, int]] = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Other types (fp8, and types that pack numbers with their scales) have one-byte elements."""
+
 _MAGIC: Final = b"WARMBLOB"
 _VERSION: Final = 1
 _FIELDS: Final = struct.Struct("<8sHHIQQ")
@@ -77,7 +82,6 @@ class Envelope:
         self._payload_bytes = payload_bytes
 
     def name(self, key: bytes) -> str:
-        """Return the name of a chunk's blob."""
         return self.prefix + key.hex()
 
     def header(self, key: bytes, code: int, parts: Iterable[memoryview | bytes]) -> bytes:
@@ -190,7 +194,6 @@ class RemoteTier(SharedTier):
         self._outage = OutageLog(server)
 
     def put_many(self, chunks: Sequence[Chunk]) -> list[PutOutcome]:
-        """Encode the chunks and send them in one batch."""
         encoded = [self._encoded(key, payload) for key, payload in chunks]
         blobs = [
             Blob(self._envelope.name(key), parts)
@@ -223,7 +226,6 @@ class RemoteTier(SharedTier):
         return [header, *parts]
 
     def get_many(self, chunks: Sequence[Chunk]) -> list[GetOutcome]:
-        """Read the chunks in one batch and check all their bytes."""
         headers = [memoryview(bytearray(HEADER_BYTES)) for _ in chunks]
         targets = [
             ReadTarget(self._envelope.name(key), (header, into))
@@ -278,7 +280,6 @@ class RemoteTier(SharedTier):
             self.delete(damaged)
 
     def find(self, keys: Sequence[bytes]) -> list[bool] | None:
-        """Ask the server which chunks it holds. Reads no chunk."""
         try:
             found = self._store.exists([self._envelope.name(key) for key in keys])
         except StoreError as error:
@@ -288,14 +289,12 @@ class RemoteTier(SharedTier):
         return found
 
     def delete(self, keys: Iterable[bytes]) -> None:
-        """Remove chunks. A server that cannot be reached keeps them; that is logged."""
         try:
             self._store.remove([self._envelope.name(key) for key in keys])
         except StoreError as error:
             self._outage.failed(error)
 
     def purge(self, keys: Sequence[bytes] | None) -> int | None:
-        """Remove chunks, or all whose names begin like this layout's."""
         try:
             if keys is None:
                 return self._store.remove_all(self._envelope.prefix)
@@ -318,40 +317,18 @@ def make_serde(name: str, dtype: str) -> Serde:
     "fp8_e4m3". Raises ValueError, with a message for the operator, for an unknown name and for KV
     that the serde cannot encode.
     """
-    if name not in _SERDES:
-        raise ValueError(f'"{name}" is not one of {", ".join(_SERDES)}')
-    return _SERDES[name](dtype)
+    if name not in SERDE_NAMES:
+        raise ValueError(f'"{name}" is not one of {", ".join(SERDE_NAMES)}')
+    if name == NaiveSerde.name:
+        return NaiveSerde()
+    # Most engines, and all simulated replicas, do without numpy.
+    from cacheengine.tiers.compression import CacheGenSerde, LosslessSerde  # noqa: PLC0415
+
+    if name == CacheGenSerde.name:
+        return CacheGenSerde(dtype)
+    return LosslessSerde(_ELEMENT_BYTES.get(dtype, 1))
 
 
 def lossy_name(name: str, dtype: str) -> str:
     """Return the name of a serde that changes KV, "" for an exact one; ValueError as above."""
     return "" if make_serde(name, dtype).is_exact else name
-
-
-# The other types (fp8, and types that pack numbers with their scales) have one-byte elements.
-_ELEMENT_BYTES: Final[Mapping[str, int]] = {"bfloat16": 2, "float16": 2, "float32": 4}
-
-# numpy is imported only when a compressing serde is made: most engines, and all simulated
-# replicas, do without.
-
-
-def _lossless(dtype: str) -> Serde:
-    from cacheengine.tiers.compression import LosslessSerde  # noqa: PLC0415  (loads numpy)
-
-    return LosslessSerde(_ELEMENT_BYTES.get(dtype, 1))
-
-
-def _cachegen(dtype: str) -> Serde:
-    from cacheengine.tiers.compression import CacheGenSerde  # noqa: PLC0415  (loads numpy)
-
-    return CacheGenSerde(dtype)
-
-
-_SERDES: Final[Mapping[str, Callable[[str], Serde]]] = {
-    "naive": lambda _: NaiveSerde(),
-    "lossless": _lossless,
-    "cachegen": _cachegen,
-}
-
-SERDE_NAMES: Final = tuple(_SERDES)
-"""The names, the default first."""

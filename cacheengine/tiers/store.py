@@ -121,10 +121,9 @@ class Deadline:
 
     def left_s(self) -> float:
         """Return the seconds left; raise `TimeoutError` if there are none."""
-        left_s = self._at_s - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError
-        return left_s
+        if left_s := self.wait_s():
+            return left_s
+        raise TimeoutError
 
     def wait_s(self) -> float:
         """Return the seconds left, 0 if there are none."""

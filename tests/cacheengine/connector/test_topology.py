@@ -59,18 +59,9 @@ def test_ranks_ask_each_other_and_come_to_the_same(tmp_path: Path) -> None:
         alike, stages, apart = rank.communicate(timeout=200)[0].splitlines()[-3:]
         assert alike == "accepted"
         assert "keep different amounts of KV (4096, 8192 bytes per block)" in stages
+        assert "--pipeline-parallel-size that divides the number of layers" in stages
         assert "the 2 tensor or pipeline parallel ranks of this replica are on 2 machines" in apart
         assert "Start one replica on each machine" in apart
-
-
-def test_pipeline_stages_of_different_size_are_refused() -> None:
-    from cacheengine.connector.spec import RankMemory, rank_mismatch
-
-    problem = rank_mismatch([RankMemory("m", 5120), RankMemory("m", 3072)])
-    assert problem is not None
-    assert "keep different amounts of KV (5120, 3072 bytes per block)" in problem
-    assert "--pipeline-parallel-size that divides the number of layers" in problem
-    assert "\n" not in problem
 
 
 def test_a_rank_alone_has_nobody_to_ask() -> None:

@@ -527,16 +527,20 @@ class KeptMachine(EngineMachine):
     def check_a_kept_chunk(self, number: int, are_intact: bool) -> None:
         chunk = sorted(self.unchecked)[number % len(self.unchecked)]
         self.unchecked.remove(chunk)
-        self.engine.end_check([chunk], are_intact=are_intact)
+        with self.engine._lock as decider:
+            decider.end_check([chunk], self.clock(), are_intact=are_intact)
 
     @rule()
     def read_an_unsealed_chunk(self) -> None:
-        entries = self.engine.take_unsealed(1)
+        with self.engine._lock as decider:
+            entries = decider.pool.take_unsealed(1)
         self.read += [(each, checksum(self.pool.view(each.slot))) for each in entries]
 
     @rule()
     def seal_what_was_read(self) -> None:
-        self.engine.seal(self.read)
+        with self.engine._lock as decider:
+            for entry, digest in self.read:
+                decider.pool.seal(entry, digest)
         self.read = []
 
     @invariant()
@@ -547,7 +551,8 @@ class KeptMachine(EngineMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "unchecked"):
-            self.engine.end_check([*self.unchecked], are_intact=True)
+            with self.engine._lock as decider:
+                decider.end_check([*self.unchecked], self.clock(), are_intact=True)
             super().teardown()
 
 

@@ -119,6 +119,15 @@ def test_a_request_is_promoted_once_and_not_looked_up_until_it_has_come(
     assert scheduler.step(a=chunks) == {"a": False}
 
 
+def test_what_came_for_another_and_left_again_is_not_waited_for(scheduler: Scheduler) -> None:
+    """It was ready at the step's end, so it was not promoted for this request, nor pinned."""
+    chunks = keys(1)
+    scheduler.engine.ready = {*chunks}
+    assert scheduler.step(a=chunks) == {"a": True}
+    assert not scheduler.engine.promoted
+    assert scheduler.step(a=chunks) == {"a": False}
+
+
 def test_what_the_gpu_computed_meanwhile_is_seen(scheduler: Scheduler) -> None:
     scheduler.step(a=keys(1, 2))
     assert scheduler.must_wait("a")

@@ -270,6 +270,10 @@ def test_check_ready_does_not_trust_permission_bits() -> None:
 
 
 def test_check_ready_refuses_more_memory_than_there_is() -> None:
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1024**3
+    memory_gb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1024**3
     with pytest.raises(ConfigError, match="more than this machine's memory"):
-        EngineConfig(max_local_cpu_size=pages + 1).check_ready()
+        EngineConfig(max_local_cpu_size=memory_gb + 1).check_ready()
+    for_one = EngineConfig(max_local_cpu_size=0.6 * memory_gb)
+    for_one.check_ready()
+    with pytest.raises(ConfigError, match=f"for each of 2 .* set less than {memory_gb / 2:.1f}"):
+        for_one.check_ready(ranks=2)

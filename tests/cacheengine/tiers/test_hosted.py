@@ -61,7 +61,7 @@ def _answers(store: HostedStore) -> bool:
 
 def _pid(store: HostedStore) -> int:
     assert store._process is not None
-    return store._process.pid
+    return store._process._process.pid
 
 
 def _is_running(pid: int) -> bool:
@@ -313,7 +313,7 @@ def test_the_process_does_not_outlive_a_replica_that_was_killed(connects: bool) 
         f"library = fake_library(never_connects={not connects})\n"
         "store = HostedStore(library, memory_bytes=65536, memory_setting='', timeout_s=9)\n"
         f"{connects} and store.exists(['a'])\n"
-        "print(store._process.pid, flush=True)\n"
+        "print(store._process._process.pid, flush=True)\n"
         "time.sleep(60)\n"
     )
     with subprocess.Popen(

@@ -158,7 +158,7 @@ def test_a_client_that_dies_is_replaced(open_store: Open) -> None:
     store = open_store()
     assert store.put_many([blob("a")]) == [True]
     assert store._process is not None
-    os.kill(store._process.pid, signal.SIGKILL)
+    os.kill(store._process._process.pid, signal.SIGKILL)
     with pytest.raises(StoreError):
         while True:  # the call that is under way when it dies, or the first after
             store.exists(["a"])
@@ -170,7 +170,7 @@ def test_a_replica_that_dies_takes_its_blobs_and_nothing_else(open_store: Open) 
     dying, staying = open_store(), open_store(segment_bytes=0)
     assert staying.put_many([blob("a")]) == [True]  # it lies with the other
     assert dying._process is not None
-    os.kill(dying._process.pid, signal.SIGKILL)
+    os.kill(dying._process._process.pid, signal.SIGKILL)
     with suppress(StoreError):  # until the master has noticed, reading fails
         assert get(staying, "a") is None
     # Until the master has noticed, calls may fail, and again after one that did not.
@@ -192,8 +192,8 @@ def test_a_replica_that_hangs_costs_its_readers_their_deadline_only(open_store: 
     assert staying.put_many([blob("a")]) == [True]
     assert hanging._process is not None
     process = staying._process
-    stat = Path(f"/proc/{hanging._process.pid}/stat")
-    os.kill(hanging._process.pid, signal.SIGSTOP)
+    stat = Path(f"/proc/{hanging._process._process.pid}/stat")
+    os.kill(hanging._process._process.pid, signal.SIGSTOP)
     try:
         # The signal only asks: its threads may serve one more read.
         wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
@@ -202,7 +202,7 @@ def test_a_replica_that_hangs_costs_its_readers_their_deadline_only(open_store: 
         wait_until(lambda: answers(staying))
         assert staying._process is process
     finally:
-        os.kill(hanging._process.pid, signal.SIGCONT)
+        os.kill(hanging._process._process.pid, signal.SIGCONT)
 
 
 def test_a_full_store_says_so_and_what_it_has_is_right(open_store: Open) -> None:

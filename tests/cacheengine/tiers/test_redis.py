@@ -219,7 +219,7 @@ def test_no_more_connections_than_allowed(server: RedisProcess, open_store: Open
     for thread in threads:
         thread.join()
     assert wrong == []
-    assert store.open_connections <= 2
+    assert store._pool.size <= 2
 
 
 def test_a_server_that_lets_too_many_in_no_more(
@@ -368,7 +368,7 @@ class TestNoWrites:
                 with pytest.raises(StoreFullError, match=said):
                     store.put_many([Blob("one", [b"1"]), Blob("two", [b"2"])])
                 assert _get(store, "name", 10)[0] == 7
-            assert store.open_connections == 1
+            assert store._pool.size == 1
 
 
 def test_a_server_that_has_become_a_replica_is_connected_to_again(
@@ -381,7 +381,7 @@ def test_a_server_that_has_become_a_replica_is_connected_to_again(
     try:
         with pytest.raises(StoreFullError):
             store.put_many([Blob("name", [b"other"])])
-        assert store.open_connections == 0
+        assert store._pool.size == 0
         assert _get(store, "name", 7) == (7, b"content")
     finally:
         server.do("REPLICAOF", "NO", "ONE")
@@ -420,7 +420,7 @@ class TestFull:
         part = memoryview(bytes(1 << 20))
         with pytest.raises(StoreFullError, match="chunk_size"):
             store.put_many([Blob("large", [part] * 512 + [b"."])])
-        assert store.open_connections == 0
+        assert store._pool.size == 0
 
     def test_that_is_no_space_for_the_tier(self, full: RedisProcess, open_store: OpenStore) -> None:
         tier = RemoteTier(open_store(full.url), "f", 1 << 20, NaiveSerde())

@@ -438,7 +438,7 @@ def test_closing_ends_a_call_under_way(mortal: RedisProcess, open_tier: OpenTier
         thread.join(20)
     assert outcomes == [FAILED]
     assert _get(tier, key(1)) == [FAILED]
-    assert store.open_connections == 0
+    assert store._pool.size == 0
 
 
 @pytest.mark.parametrize("login", ["", ":hunter2-wrong@"])
