@@ -221,13 +221,20 @@ class Decider:
         return whole
 
     def end_check(self, keys: Iterable[bytes], now_s: float, *, are_intact: bool) -> None:
-        """Make chunks of an earlier run visible, or free their slots. They are not put down."""
+        """Make chunks of an earlier run visible, or free their slots.
+
+        A local tier that does not have them gets them: the earlier run may have ended before it
+        wrote them. What a shared tier has is not known, and it is not written to.
+        """
         kept = []
+        local = [index for index in self.state.lower if not isinstance(index, SharedIndex)]
         for key in keys:
             entry = self._being_stored(key)
             if are_intact and not self.pool.is_hidden(entry):
                 self.pool.publish(entry, now_s)
                 self.state.settle(key, PromotionOutcome.RESIDENT)
+                for index in local:
+                    self.cascades[index.name].queue(entry, now_s)
                 kept.append(key)
             else:
                 self.pool.remove(entry)
