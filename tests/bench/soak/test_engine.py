@@ -82,9 +82,7 @@ def test_one_request_that_waits_too_long_fails_the_soak() -> None:
     assert _failing(soak.of_waits([])) == ["requests that waited for chunks"]
 
 
-@pytest.mark.parametrize("is_stopped", [True, False])
-def test_a_wait_is_compared_with_computing_without_the_time_of_a_stop(is_stopped: bool) -> None:
-    clock = FakeClock()
+def _scheduler(clock: FakeClock, conversations: int) -> Scheduler:
     engine = CacheEngine(
         config(),
         layout(),
@@ -93,14 +91,20 @@ def test_a_wait_is_compared_with_computing_without_the_time_of_a_stop(is_stopped
         tier=ScriptedTier(held=prefix_keys(0, 4), items=100),
         make_threads=ManualThreads,  # no read ends
     )
-    scheduler = Scheduler(
+    return Scheduler(
         engine,
         seed="1",
-        conversations=1,
+        conversations=conversations,
         longest_chunks=4,
         requests_per_step=1.0,
         clock=clock,
     )
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_a_wait_is_compared_with_computing_without_the_time_of_a_stop(is_stopped: bool) -> None:
+    clock = FakeClock()
+    scheduler = _scheduler(clock, 1)
     scheduler.step()
     scheduler.is_admitting = False
     clock.advance(10.0)
@@ -110,6 +114,17 @@ def test_a_wait_is_compared_with_computing_without_the_time_of_a_stop(is_stopped
         clock.advance(0.01)
         scheduler.step()
     assert scheduler.counts.late_waits == (not is_stopped)
+
+
+def test_all_that_can_be_asked_for_is_asked_for_once_at_the_beginning() -> None:
+    """By chance alone the last tables are full after minutes, and memory grows until then."""
+    scheduler = _scheduler(FakeClock(), 20)
+    seen: set[bytes] = set()
+    for _ in range(20):
+        scheduler.step()
+        seen.update(key for request, _ in scheduler._running.values() for key in request.keys)
+        scheduler._running.clear()
+    assert seen == {key for number in range(20) for key in prefix_keys(number, 4)}
 
 
 async def test_a_store_fails_over_and_keeps_its_values(tmp_path: Path) -> None:
