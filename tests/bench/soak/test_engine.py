@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -151,7 +152,7 @@ def test_a_disk_that_hangs_keeps_who_uses_its_files_until_it_works(tmp_path: Pat
     disk = HangingDisk(str(root))
     disk.works.clear()
     (tmp_path / "elsewhere").touch()
-    uses = [
+    uses: list[Callable[[], object]] = [
         (root / "new").touch,
         partial((root / "renamed").rename, root / "other"),
         (root / "removed").unlink,

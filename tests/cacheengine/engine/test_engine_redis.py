@@ -74,7 +74,7 @@ def test_after_a_failover_behind_an_address_that_moves_chunks_are_put_to_the_new
         def are_put() -> bool:
             bench.clock.advance(1.0)
             bench.engine.expire_pins()
-            return other.do("EXISTS", *map(_name, NUMBERS[20:])) == 20
+            return bool(other.do("EXISTS", *map(_name, NUMBERS[20:])) == 20)
 
         wait_until(are_put)
         bench.finish_puts()
