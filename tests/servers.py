@@ -6,9 +6,12 @@ environment it fails it. `tools.servers` installs what is missing.
 
 import importlib.util
 import os
+import select
 import shutil
 import socket
+import socketserver
 import subprocess
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -118,6 +121,47 @@ def running(
         yield server
     finally:
         server.kill()
+
+
+class MovingAddress(socketserver.ThreadingTCPServer):
+    """A TCP address that leads to one server, and after a failover to another one.
+
+    Connections stay where they are: only new ones go to the new ``target``.
+    """
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, target: int) -> None:
+        super().__init__(("127.0.0.1", 0), _Forward)
+        self.target = target
+        self.port: int = self.server_address[1]
+
+
+class _Forward(socketserver.BaseRequestHandler):
+    server: MovingAddress
+
+    def handle(self) -> None:
+        """Pass bytes on in both directions until one side closes."""
+        with socket.create_connection(("127.0.0.1", self.server.target)) as other:
+            to = {self.request: other, other: self.request}
+            while True:
+                for ready in select.select([*to], [], [])[0]:
+                    data = ready.recv(1 << 16)
+                    if not data:
+                        return
+                    to[ready].sendall(data)
+
+
+@contextmanager
+def moving_address(target: int) -> Iterator[MovingAddress]:
+    """Serve an address that leads to a port of this machine, for the time of the block."""
+    with MovingAddress(target) as address:
+        threading.Thread(target=address.serve_forever, args=(0.01,), daemon=True).start()
+        try:
+            yield address
+        finally:
+            address.shutdown()
 
 
 @contextmanager

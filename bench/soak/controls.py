@@ -75,6 +75,10 @@ class Controls:
                 each.cancel()
             await asyncio.gather(*self._calls, return_exceptions=True)
 
+    async def clear_disk(self, engine: Engine) -> None:
+        """Remove all chunks of an engine's disk."""
+        await self._ask("clear the disk", engine, "/clear", {"tiers": ["disk"]})
+
     def copy_from(self, source: Engine) -> None:
         """Make all other engines copy chunks from an engine that they do not have."""
         for engine in self._engines:

@@ -1,9 +1,9 @@
 """The soak of the cache engine: nothing may be wrong, lost or growing.
 
 Four real engines with agent and transfer server, each a process, with disks of their own and one
-real Redis. In each process a scheduler makes the calls of vLLM's connector and compares every byte
-that it loads. Calls of routers and operators (prefetch, copy, move, pin, clear) come at random,
-and every few seconds a process is killed or stopped, a disk filled, or bits flipped. The CPU pools
+store: Redis, its replica and a Sentinel. In each process a scheduler makes the calls of vLLM's
+connector and compares every byte that it loads. Calls of routers and operators (prefetch, copy,
+move, pin, clear) come at random, and every few seconds there is an `EngineFault`. The CPU pools
 outlive their processes.
 
 The holds of the engines' locks are measured by the clock and by the holder's CPU time. Where fewer
@@ -32,16 +32,16 @@ from bench.soak.engine_process import ProcessConfig
 from bench.soak.engines import (
     CHUNK_BYTES,
     SMALL_DISK_BYTES,
-    STORE_BYTES,
     Engine,
     EngineFault,
-    RedisServer,
+    KilledStarts,
     damage_files,
     engine_faults,
     engine_name,
     fill_disk,
     free_disk,
 )
+from bench.soak.failover_store import STORE_BYTES, FailoverStore
 from bench.soak.harness import (
     Fault,
     LongRun,
@@ -57,7 +57,7 @@ from bench.soak.harness import (
     stopped,
 )
 from bench.soak.measured_lock import Durations, Holds, LongHolds
-from bench.soak.scheduler import LONGEST_CHUNKS
+from bench.soak.scheduler import LATEST_S, LONGEST_CHUNKS
 from cacheengine.launch.vllm_launch import free_ports
 
 _FLIPPED_FILES: Final = 200
@@ -81,6 +81,8 @@ class EngineSoak(LongRun):
     engines: int = 4
     seed: int = 1
     fault_every_s: float = 8.0
+    fault_length: float = 1.0
+    """Of usual faults; less in short runs."""
     slots: int = 2048
     """Size of each engine's pool."""
     disk_chunks: int = 3000
@@ -104,7 +106,7 @@ async def soak_engine(settings: EngineSoak, directory: Path, say: Callable[[str]
     stage = _Stage(settings, directory, say)
     async with AsyncExitStack() as undo:
         undo.push_async_callback(stage.close)
-        await stage.store.start()
+        await asyncio.gather(stage.store.start(), stage.starts.open())
         await asyncio.gather(*(each.start() for each in stage.engines))
         session = await undo.enter_async_context(aiohttp.ClientSession())
         controls = Controls(
@@ -117,6 +119,7 @@ async def soak_engine(settings: EngineSoak, directory: Path, say: Callable[[str]
         await _run(settings, stage, controls)
         await controls.unpin_all()
         await asyncio.gather(*(each.end() for each in stage.engines))
+        stage.look_at_memory()
         return _result(settings, stage, controls)
 
 
@@ -124,18 +127,15 @@ class _Stage:
     """The engines and the store, and the faults that are injected into them."""
 
     def __init__(self, settings: EngineSoak, directory: Path, say: Callable[[str], None]) -> None:
-        ports = free_ports(2 * settings.engines + 1)
+        ports = free_ports(2 * settings.engines + 3)
         self._say = say
         self._rng = random.Random(f"damage {settings.seed}")
-        self.store = RedisServer(ports.pop(), directory)
+        self.store = FailoverStore((ports.pop(), ports.pop(), ports.pop()), directory)
+        self.starts = KilledStarts(settings.slots)
         self._pools = tempfile.TemporaryDirectory(dir="/dev/shm")
         self.engines = [
-            _engine(
-                settings,
-                directory,
-                Path(self._pools.name),
-                number,
-                (ports[2 * number], ports[2 * number + 1], self.store.port),
+            Engine(
+                self._config(settings, directory, number, ports), directory, small_disk=number == 0
             )
             for number in range(settings.engines)
         ]
@@ -144,13 +144,42 @@ class _Stage:
         self.ended: set[str] = set()
         """Processes that ended by themselves."""
 
+    def _config(
+        self, settings: EngineSoak, directory: Path, number: int, ports: Sequence[int]
+    ) -> ProcessConfig:
+        name = engine_name(number)
+        disk = directory / name
+        disk.mkdir()
+        return ProcessConfig(
+            name=name,
+            seed=str(settings.seed),
+            agent_port=ports[2 * number],
+            transfer_port=ports[2 * number + 1],
+            remote_url=self.store.url,
+            directory=str(disk),
+            keep=str(Path(self._pools.name, name)),
+            slots=settings.slots,
+            disk_chunks=settings.disk_chunks,
+            chunk_bytes=CHUNK_BYTES,
+            conversations=settings.conversations,
+            longest_chunks=LONGEST_CHUNKS,
+            requests_per_s=settings.requests_per_s,
+        )
+
     async def close(self) -> None:
         """End all processes."""
         self.store.kill()
+        await self.starts.close()
         for each in self.engines:
             if each.lives:
                 await each.kill()
         self._pools.cleanup()
+
+    def look_at_memory(self) -> None:
+        """Note files in memory that are not the engines' pools."""
+        pools = {each.keep / "pool" for each in self.engines}
+        found = {each for each in Path(self._pools.name).rglob("*") if each.is_file()}
+        self.starts.leaked += sorted(str(each.name) for each in found - pools)
 
     async def inject(
         self, faults: Iterable[Fault[EngineFault]], controls: Controls, began_s: float
@@ -161,6 +190,9 @@ class _Stage:
             if fault.kind in _BREAKS_COPIES:
                 controls.copy_from(engine)
                 await asyncio.sleep(self._rng.uniform(0, _COPIES_FLOW_S))
+            if fault.kind is EngineFault.DISK_FULL:
+                # Chunks that replace others need no space.
+                await controls.clear_disk(engine)
             await self._inject(fault, engine)
             self.faults[fault.kind] += 1
 
@@ -170,18 +202,16 @@ class _Stage:
                 await engine.kill()
                 await asyncio.sleep(fault.lasts_s)
                 await engine.start()
+            case EngineFault.START_KILL:
+                await engine.kill()
+                for keep in (engine.keep, None):
+                    await self.starts.kill_one(keep)
+                await engine.start()
             case EngineFault.HANG:
                 with stopped(engine.life.process.pid):
                     await asyncio.sleep(fault.lasts_s)
-            case EngineFault.STORE_KILL:
-                self.store.kill()
-                await asyncio.sleep(fault.lasts_s)
-                await self.store.start()
-            case EngineFault.STORE_HANG:
-                with stopped(self.store.pid):
-                    await asyncio.sleep(fault.lasts_s)
-            case EngineFault.STORE_FLAPS:
-                await self.store.flap(fault.lasts_s)
+            case EngineFault.DISK_HANGS:
+                await engine.hang_disk(fault.lasts_s)
             case EngineFault.DISK_FULL:
                 fill_disk(engine.directory)
                 try:
@@ -194,6 +224,26 @@ class _Stage:
             case EngineFault.STORE_BITS:
                 values = await self.store.flip_bits(_FLIPPED_VALUES, self._rng)
                 self.damaged[fault.kind] += values
+            case _:
+                await self._inject_into_store(fault)
+
+    async def _inject_into_store(self, fault: Fault[EngineFault]) -> None:
+        match fault.kind:
+            case EngineFault.STORE_KILL:
+                self.store.kill_servers()
+                await asyncio.sleep(fault.lasts_s)
+                await self.store.restart()
+            case EngineFault.STORE_HANG:
+                with stopped(self.store.pid):
+                    await asyncio.sleep(fault.lasts_s)
+            case EngineFault.STORE_FLAPS:
+                await self.store.flap(fault.lasts_s)
+            case EngineFault.STORE_FAILOVER:
+                await self.store.fail_over(lasts_s=fault.lasts_s, kills=True)
+            case EngineFault.STORE_MOVES:
+                await self.store.fail_over(lasts_s=fault.lasts_s, kills=False)
+            case _:
+                raise AssertionError(fault.kind)
 
     async def watch(self, injecting: asyncio.Task[None], until_s: float) -> None:
         """Return at the end of the time and of the last fault, or when a process ends by itself."""
@@ -207,30 +257,6 @@ class _Stage:
             await asyncio.sleep(_POLL_S)
 
 
-def _engine(
-    settings: EngineSoak, directory: Path, pools: Path, number: int, ports: tuple[int, int, int]
-) -> Engine:
-    name = engine_name(number)
-    disk = directory / name
-    disk.mkdir()
-    config = ProcessConfig(
-        name=name,
-        seed=str(settings.seed),
-        agent_port=ports[0],
-        transfer_port=ports[1],
-        redis_port=ports[2],
-        directory=str(disk),
-        keep=str(pools / name),
-        slots=settings.slots,
-        disk_chunks=settings.disk_chunks,
-        chunk_bytes=CHUNK_BYTES,
-        conversations=settings.conversations,
-        longest_chunks=LONGEST_CHUNKS,
-        requests_per_s=settings.requests_per_s,
-    )
-    return Engine(config, directory, small_disk=number == 0)
-
-
 async def _run(settings: EngineSoak, stage: _Stage, controls: Controls) -> None:
     began_s = time.monotonic()
     faults = engine_faults(
@@ -238,6 +264,7 @@ async def _run(settings: EngineSoak, stage: _Stage, controls: Controls) -> None:
         duration_s=settings.duration_s,
         engines=settings.engines,
         every_s=settings.fault_every_s,
+        length=settings.fault_length,
     )
     calling = asyncio.create_task(controls.run())
     injecting = asyncio.create_task(stage.inject(faults, controls, began_s))
@@ -265,15 +292,33 @@ def of_bytes(counts: Mapping[str, int]) -> list[Verdict]:
     ]
 
 
-def of_paths(engine: Mapping[str, Any], transfer: Mapping[str, int]) -> list[Verdict]:
-    """Return whether every path was taken: sums of the engines' own counters."""
-    disk, remote = engine["disk"], engine["remote"]
+def of_waits(counts: Iterable[Mapping[str, int]]) -> list[Verdict]:
+    """Return the verdicts on the waits of requests: the `scheduler.Counts` of each process."""
+    all_counts = [*counts]
+    late = sum(each["late_waits"] for each in all_counts)
+    latest_ms = max((each["latest_ms"] for each in all_counts), default=0)
+    return [
+        at_least_one("requests that waited for chunks", sum(each["waits"] for each in all_counts)),
+        Verdict(
+            what=f"no request waited longer than computing it plus {LATEST_S:g} s",
+            holds=not late,
+            found=f"{late} did; the latest: {latest_ms} ms longer than computing it",
+        ),
+    ]
+
+
+def of_paths(
+    engine: Mapping[str, Any], transfer: Mapping[str, int], disk: Mapping[str, int]
+) -> list[Verdict]:
+    """Return whether every path was taken: sums of the processes' counters."""
+    local, remote = engine["disk"], engine["remote"]
     paths = {
-        "chunks read from disk": disk["gets"],
+        "chunks read from disk": local["gets"],
         "chunks read from the store": remote["gets"],
-        "damaged chunks found on disk": disk["corrupt"],
+        "damaged chunks found on disk": local["corrupt"],
         "damaged chunks found in the store": remote["corrupt"],
-        "reads and writes of the disk that failed": disk["io_errors"],
+        "reads and writes of the disk that failed": local["io_errors"],
+        "operations on a disk that hung": disk["hung"],
         "calls of the store that failed": remote["io_errors"] + remote["unanswered"],
         "chunks copied between engines": transfer["received_chunks"],
         "copies between engines that broke off": transfer["moves_failed"],
@@ -391,17 +436,21 @@ def _result(settings: EngineSoak, stage: _Stage, controls: Controls) -> Result:
     for each in counters:
         holds.add(each["lock"])
     counts = {
-        name: total(each[name] for each in counters) for name in ("counts", "engine", "transfer")
+        name: total(each[name] for each in counters)
+        for name in ("counts", "engine", "transfer", "disk")
     }
+    counts["counts"]["latest_ms"] = max(each["counts"]["latest_ms"] for each in counters)
     logs = [log for engine in stage.engines for log in engine.logs]
     verdicts = [
         *of_bytes(counts["counts"]),
+        *of_waits(each["counts"] for each in counters),
+        none_of("no leaked shared memory", stage.starts.leaked),
         *of_slots({engine.name: engine.life.left for engine in stage.engines}),
         *of_locks(holds),
         *of_memory({life.name: life.samples for life in lives}, settings.settling_s),
         *of_ends(stage.ended, controls.failures, bad_lines(logs)),
         *of_faults(stage.faults, stage.damaged),
-        *of_paths(counts["engine"], counts["transfer"]),
+        *of_paths(counts["engine"], counts["transfer"], counts["disk"]),
     ]
     wrong = [line for each in counters for line in each["counts"]["wrong"]]
     calls, answers = _calls(holds), sorted(controls.answers.items())

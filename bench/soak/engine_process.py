@@ -1,8 +1,9 @@
 """An engine's process: `python -m bench.soak.engine_process '{...}'`, without vLLM.
 
-It writes a line of JSON when it serves, every second, and at its end. The line "end" on its
-standard input makes it finish its requests, wait for running reads and writes, and report its
-final state. It exits at once when that input closes, so that it never outlives the driver.
+It writes a line of JSON when it serves, every second, and at its end. On its standard input the
+line "hang" makes its disk hang, and "work" ends that. The line "end" makes it finish its requests,
+wait for running reads and writes, and report its final state. It exits at once when that input
+closes, so that it never outlives the driver.
 """
 
 import ctypes
@@ -45,6 +46,8 @@ _TRIM_S: Final = 5.0
 _EVENTS: Final = 2048
 _QUIET_S: Final = 60.0
 _POLL_S: Final = 0.1
+_FILE_EVENTS: Final = ("open", "os.rename", "os.remove", "os.mkdir", "os.scandir")
+"""Of Python's audit events."""
 _M_ARENA_MAX: Final = -8
 """Constant of the C library's ``malloc.h``."""
 
@@ -57,7 +60,7 @@ class ProcessConfig:
     seed: str
     agent_port: int
     transfer_port: int
-    redis_port: int
+    remote_url: str
     directory: str
     """Of its disk tier."""
     keep: str
@@ -91,7 +94,7 @@ def _config(config: ProcessConfig) -> EngineConfig:
         max_local_cpu_size=config.slots * config.chunk_bytes / _GB,
         local_disk=(Path(config.directory),),
         max_local_disk_size=disk_bytes / _GB,
-        remote_url=f"redis://{_HOST}:{config.redis_port}",
+        remote_url=config.remote_url,
         lmcache_instance_id=config.name,
         lmcache_worker_port=config.agent_port,
         agent_host=_HOST,
@@ -157,6 +160,7 @@ def main() -> None:
     config = ProcessConfig(**orjson.loads(sys.argv[1]))
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles it
+    disk = HangingDisk(config.directory)
     with ExitStack() as undo:
         engine, lock, meter = _open(config, undo)
         scheduler = Scheduler(
@@ -166,12 +170,13 @@ def main() -> None:
             longest_chunks=config.longest_chunks,
             requests_per_step=config.requests_per_s * _STEP_S,
         )
+        signal.signal(signal.SIGCONT, lambda number, frame: scheduler.note_stopped())
         ending = threading.Event()
-        threading.Thread(target=_listen, args=(ending,), daemon=True).start()
+        threading.Thread(target=_listen, args=(disk, ending), daemon=True).start()
         gc.collect()
         gc.freeze()  # as vLLM does
         threading.Thread(target=_trim, daemon=True).start()
-        reporter = _Reporter(engine, scheduler, lock, meter)
+        reporter = _Reporter(engine, scheduler, lock, meter, disk)
         reporter.report()
         _run(scheduler, reporter, ending)
         reporter.report()
@@ -179,11 +184,39 @@ def main() -> None:
         _write({"left": asdict(_final_state(engine, config.slots))})
 
 
-def _listen(ending: threading.Event) -> None:
+def _listen(disk: "HangingDisk", ending: threading.Event) -> None:
     for line in sys.stdin:
-        if line.strip() == "end":
-            ending.set()
+        match line.strip():
+            case "hang":
+                disk.works.clear()
+            case "work":
+                disk.works.set()
+            case "end":
+                ending.set()
     os._exit(0)
+
+
+class HangingDisk:
+    """Makes what this process does to the files of a directory wait, unless the disk ``works``.
+
+    The thread waits where Python is about to make the system call, as it would in the kernel for a
+    device or a file server that does not answer.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self.works = threading.Event()
+        self.works.set()
+        self.hung = 0
+        """Operations that have waited."""
+        sys.addaudithook(self._wait)
+
+    def _wait(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.works.is_set() or event not in _FILE_EVENTS:
+            return
+        if str(arguments[0]).startswith(self._directory):
+            self.hung += 1
+            self.works.wait()
 
 
 def use_one_malloc_arena() -> None:
@@ -215,12 +248,18 @@ class _Reporter:
     """Writes the counters to the driver, one line at a time."""
 
     def __init__(
-        self, engine: CacheEngine, scheduler: Scheduler, lock: MeasuredLock, meter: TransferMeter
+        self,
+        engine: CacheEngine,
+        scheduler: Scheduler,
+        lock: MeasuredLock,
+        meter: TransferMeter,
+        disk: HangingDisk,
     ) -> None:
         self._engine = engine
         self._scheduler = scheduler
         self._lock = lock
         self._meter = meter
+        self._disk = disk
         self._due_s = 0.0
 
     def report_if_due(self) -> None:
@@ -237,6 +276,7 @@ class _Reporter:
                 "lock": self._lock.to_json(),
                 "engine": asdict(self._engine.stats()),
                 "transfer": asdict(self._meter.stats()),
+                "disk": {"hung": self._disk.hung},
             }
         )
 

@@ -1,29 +1,26 @@
-"""The engines' processes, their Redis server, and the faults that are injected into them."""
+"""The engines' processes, their starts that are killed, and the faults of their disks."""
 
 import asyncio
 import contextlib
 import os
 import random
-import shutil
-import socket
-import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 import orjson
 
 from bench.soak.engine_process import ProcessConfig
-from bench.soak.harness import HOST, Fault, Sample, Watch, schedule, stop_repeatedly
+from bench.soak.harness import HOST, Fault, Sample, Watch, schedule
 from bench.ttft import BenchError
 
 CHUNK_BYTES: Final = 16 << 10
-STORE_BYTES: Final = 64 << 20
-"""Redis evicts beyond it."""
 SMALL_DISK_BYTES: Final = 72 << 20
 """The file system of the first engine's disk tier, which is filled now and then."""
 _READY_S: Final = 60.0
@@ -31,19 +28,8 @@ _END_S: Final = 180.0
 """To finish requests, and for the longest timeouts of running transfers."""
 _LINE_BYTES: Final = 1 << 22
 _MOUNT: Final = 'mount -t tmpfs -o size="$0" stress "$1" && shift && exec "$@"'
-_STORE_READY_S: Final = 30.0
-_POLL_S: Final = 0.05
-_CLI_S: Final = 20.0
-_STOPPED_S: Final = 0.25
-_RUNS_S: Final = 0.15
-_FLIP: Final = """
-local key = redis.call('RANDOMKEY')
-if not key then return 0 end
-local at = math.floor(redis.call('STRLEN', key) * tonumber(ARGV[1]))
-local byte = string.byte(redis.call('GETRANGE', key, at, at))
-redis.call('SETRANGE', key, at, string.char(bit.bxor(byte, tonumber(ARGV[2]))))
-return 1
-"""
+_IMPORT_S: Final = 120.0
+_KILL_S: Final = 30.0
 _CUT: Final = 0.1
 """Share of the damaged files that are cut short instead."""
 _BALLAST: Final = "ballast"
@@ -54,15 +40,23 @@ class EngineFault(StrEnum):
     """What happens to an engine, its disk or the store."""
 
     KILL = "engine killed"
-    """SIGKILL; started again a while later, on the same disk."""
+    """SIGKILL; started again a while later, on the same disk and the same CPU pool."""
+    START_KILL = "start killed"
+    """SIGKILL, and the next start is killed, too, before its pool's name is forgotten."""
     HANG = "engine hangs"
     """SIGSTOP, while others copy from it; SIGCONT later."""
     STORE_KILL = "store killed"
-    """The Redis server gets SIGKILL; it is started again, empty."""
+    """Redis and its replica get SIGKILL; they are started again, empty."""
     STORE_HANG = "store hangs"
     """SIGSTOP: connections stay and nothing comes over them. SIGCONT later."""
     STORE_FLAPS = "store flaps"
     """Stopped and continued several times a second."""
+    STORE_FAILOVER = "store fails over"
+    """Its master gets SIGKILL and its replica is promoted; the former master returns later."""
+    STORE_MOVES = "store moves"
+    """Its replica is promoted while the former master lives, which becomes a replica later."""
+    DISK_HANGS = "disk hangs"
+    """Whatever opens, renames or removes a file of an engine's disk waits until the end."""
     DISK_FULL = "disk full"
     """Nothing more can be written to the first engine's file system."""
     DISK_BITS = "bits flipped on disk"
@@ -70,12 +64,17 @@ class EngineFault(StrEnum):
     STORE_BITS = "bits flipped in the store"
 
 
+_KILLS: Final = (EngineFault.KILL, EngineFault.START_KILL)
 _LASTS_S: Final = {
     EngineFault.KILL: (1.0, 4.0),
+    EngineFault.START_KILL: (0.0, 0.0),
     EngineFault.HANG: (1.0, 4.0),
     EngineFault.STORE_KILL: (1.0, 4.0),
     EngineFault.STORE_HANG: (2.0, 6.0),
     EngineFault.STORE_FLAPS: (3.0, 6.0),
+    EngineFault.STORE_FAILOVER: (1.0, 4.0),
+    EngineFault.STORE_MOVES: (1.0, 4.0),
+    EngineFault.DISK_HANGS: (3.0, 7.5),
     EngineFault.DISK_FULL: (3.0, 7.0),
     EngineFault.DISK_BITS: (0.0, 0.0),
     EngineFault.STORE_BITS: (0.0, 0.0),
@@ -83,9 +82,11 @@ _LASTS_S: Final = {
 
 
 def engine_faults(
-    *, seed: int, duration_s: float, engines: int, every_s: float
+    *, seed: int, duration_s: float, engines: int, every_s: float, length: float = 1.0
 ) -> Iterator[Fault[EngineFault]]:
-    """Yield one fault every ``every_s``. The target of a fault of the store has no meaning.
+    """Yield one fault every ``every_s``; ``length`` is its part of the usual length.
+
+    The target of a fault of the store has no meaning.
 
     The first engine is never killed: its memory is watched from beginning to end, and its small
     file system ends with its process. Only that file system is filled.
@@ -94,10 +95,11 @@ def engine_faults(
     def targets(kind: EngineFault) -> range:
         if kind is EngineFault.DISK_FULL:
             return range(1)
-        return range(1 if kind is EngineFault.KILL else 0, engines)
+        return range(1 if kind in _KILLS else 0, engines)
 
+    lasts_s = {kind: (length * least, length * most) for kind, (least, most) in _LASTS_S.items()}
     return schedule(
-        random.Random(f"faults {seed}"), _LASTS_S, targets, duration_s=duration_s, every_s=every_s
+        random.Random(f"faults {seed}"), lasts_s, targets, duration_s=duration_s, every_s=every_s
     )
 
 
@@ -154,6 +156,11 @@ class Engine:
         if not self._small_disk:
             return given
         return Path(f"/proc/{self.life.process.pid}/root") / given.relative_to("/")
+
+    @property
+    def keep(self) -> Path:
+        """The directory of its CPU pool."""
+        return Path(self._config.keep)
 
     @property
     def logs(self) -> list[Path]:
@@ -222,14 +229,26 @@ class Engine:
             task.cancel()
         await asyncio.gather(*life.tasks, return_exceptions=True)
 
+    async def hang_disk(self, lasts_s: float) -> None:
+        """Make its disk hang for some time."""
+        await self._tell("hang")
+        try:
+            await asyncio.sleep(lasts_s)
+        finally:
+            await self._tell("work")
+
+    async def _tell(self, line: str) -> None:
+        stdin = self.life.process.stdin
+        assert stdin is not None
+        with contextlib.suppress(ConnectionError):  # it has ended by itself, which fails the soak
+            stdin.write(f"{line}\n".encode())
+            await stdin.drain()
+
     async def end(self) -> None:
         """Make it finish its requests and report its final state. Raises `BenchError`."""
         life = self.life
         life.is_meant_to_end = True
-        assert life.process.stdin is not None
-        with contextlib.suppress(ConnectionError):  # it has ended by itself, which fails the soak
-            life.process.stdin.write(b"end\n")
-            await life.process.stdin.drain()
+        await self._tell("end")
         life.tasks[-1].cancel()  # a process that ends is not watched
         try:
             async with asyncio.timeout(_END_S):
@@ -249,85 +268,58 @@ async def _listen(life: Life) -> None:
         life.ready.set()
 
 
-class RedisServer:
-    """A real Redis server. Each start makes a new process at the same port."""
+class KilledStarts:
+    """Starts of replicas that are killed before the name of their CPU pool is forgotten."""
 
-    def __init__(self, port: int, directory: Path) -> None:
-        # Debian's redis-tools has the server as redis-check-rdb, which looks at its own name.
-        path = shutil.which("redis-server") or shutil.which("redis-check-rdb")
-        if path is None or shutil.which("redis-cli") is None:
-            raise BenchError("Redis and redis-cli are needed: apt-get install redis-tools")
-        self.port = port
-        self._path = path
-        self._directory = directory
-        self._process: subprocess.Popen[bytes] | None = None
+    def __init__(self, slots: int) -> None:
+        if find_spec("vllm") is None:
+            raise BenchError("killed starts need vLLM: make venv")
+        self._slots = slots
+        self._process: asyncio.subprocess.Process | None = None
+        self.leaked: list[str] = []
+        """Pools whose memory was still there after the kill."""
 
-    async def start(self) -> None:
-        """Start an empty server; return when it answers. Raises `BenchError`."""
-        command = ["redis-server", "--port", str(self.port), "--bind", HOST, "--save", ""]
-        command += ["--dir", str(self._directory), "--maxmemory", str(STORE_BYTES)]
-        command += ["--maxmemory-policy", "allkeys-lru"]
-        self._process = await asyncio.to_thread(self._spawn, command)
-        until_s = time.monotonic() + _STORE_READY_S
-        while not _is_listening(self.port):
-            if time.monotonic() > until_s or self._process.poll() is not None:
-                raise BenchError(f"redis-server does not start at port {self.port}")
-            await asyncio.sleep(_POLL_S)
-
-    def _spawn(self, command: list[str]) -> "subprocess.Popen[bytes]":
-        return subprocess.Popen(
-            command, executable=self._path, stdout=subprocess.DEVNULL, start_new_session=True
+    async def open(self) -> None:
+        """Start the process that begins to start replicas; it needs some seconds."""
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "bench.soak.killed_start"),
+            orjson.dumps([self._slots, CHUNK_BYTES]).decode(),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
         )
+        await self._answer("ready", _IMPORT_S)
 
-    def kill(self) -> None:
-        """End the server at once; what it held is lost. Idempotent."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-    @property
-    def pid(self) -> int:
-        """The server's process."""
-        assert self._process is not None
-        return self._process.pid
-
-    async def flap(self, lasts_s: float) -> None:
-        """Stop it and let it continue, several times a second, for this time."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(lasts_s):
-                await stop_repeatedly(self.pid, stopped_s=_STOPPED_S, runs_s=_RUNS_S)
-
-    async def flip_bits(self, values: int, rng: random.Random) -> int:
-        """Flip a bit in values that the server chooses; return how many were flipped.
+    async def kill_one(self, keep: Path | None) -> None:
+        """Kill a start whose pool is ordinary memory, or is kept in a directory.
 
         Raises `BenchError`.
         """
-        flipped = 0
-        for _ in range(values):
-            where, bit = str(rng.random()), str(1 << rng.randrange(8))
-            flipped += int(await self._cli("EVAL", _FLIP, "0", where, bit))
-        return flipped
+        name = f"soak-{uuid.uuid4()}"
+        assert self._process is not None and self._process.stdin is not None
+        self._process.stdin.write(orjson.dumps([name, str(keep or "")]) + b"\n")
+        await self._answer("killed", _KILL_S)
+        link = Path(f"/dev/shm/vllm_offload_{name}.mmap")
+        # The name of ordinary memory leads to a descriptor of the process that was killed.
+        if link.exists():
+            self.leaked.append(str(link))
+        link.unlink(missing_ok=True)
+        self.leaked += [str(each) for each in Path("/dev/shm").glob(f"*{name}*")]
 
-    async def _cli(self, *command: str) -> str:
-        process = await asyncio.create_subprocess_exec(
-            *("redis-cli", "-h", HOST, "-p", str(self.port), *command),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        async with asyncio.timeout(_CLI_S):
-            output, _ = await process.communicate()
-        if process.returncode or not output.strip().isdigit():
-            raise BenchError(f"redis-cli: {output.decode(errors='replace').strip()}")
-        return output.decode()
+    async def _answer(self, expected: str, within_s: float) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        async with asyncio.timeout(within_s):
+            answer = (await self._process.stdout.readline()).decode().strip()
+        if answer != expected:
+            raise BenchError(f"a start that is to be killed: {answer or 'it has ended by itself'}")
 
-
-def _is_listening(port: int) -> bool:
-    try:
-        socket.create_connection((HOST, port), timeout=1).close()
-    except OSError:
-        return False
-    return True
+    async def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
 
 
 def damage_files(directory: Path, files: int, rng: random.Random) -> int:

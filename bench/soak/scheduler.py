@@ -1,21 +1,27 @@
 """A scheduler that makes the calls of vLLM's connector to an engine, and compares each byte.
 
 The calls are those of `cacheengine.connector.manager`, step by step: a request is looked up at
-each step until none of its chunks is on its way. What a step finds is held until the step's end.
+each step until none of its chunks is on its way that it waits for (`PromotionWaits`). What a step
+finds is held until the step's end.
 Chunks are held while they are loaded, and reserved while they are stored, for some steps each.
 Requests are aborted at any time; as in vLLM, transfers that have begun then still finish.
 """
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from cacheengine.engine.engine import CacheEngine
-from cacheengine.residency.decisions import Presence, Promotion, StoreReservation
+from cacheengine.engine.promotion_waits import PromotionWaits
+from cacheengine.residency.decisions import Presence, StoreReservation
 
-_LOOKUP_PIN_S: Final = 10.0
+CHUNK_S: Final = 0.02
+"""How long computing a chunk is said to take: as for 12,800 tokens a second."""
+LATEST_S: Final = 1.0
+"""How much longer than computing it a request may wait."""
 _MOST_RUNNING: Final = 16
 _ABORTED: Final = 0.1
 _STORES_FAILED: Final = 0.03
@@ -65,8 +71,12 @@ class Counts:
     failed_stores: int = 0
     without_room: int = 0
     """Stores that found no free slot for any chunk in `_STEPS_FOR_ROOM` steps."""
-    most_steps_waited: int = 0
-    """That one request has waited for chunks on their way up."""
+    waits: int = 0
+    """Requests that have waited for chunks on their way up."""
+    late_waits: int = 0
+    """The ones of these that waited longer than computing them takes, by more than `LATEST_S`."""
+    latest_ms: int = 0
+    """By how much the latest was later than computing it, without what its process was stopped."""
     wrong: list[str] = field(default_factory=list)
     """The first wrong chunks, in words."""
 
@@ -80,8 +90,7 @@ class _Request:
     abort_at: int
     """The number of its step at which it is aborted; larger than its last: never."""
     steps: int = 0
-    wanted: list[bytes] = field(default_factory=list)
-    promotions: dict[bytes, Promotion] = field(default_factory=dict)
+    waits_since_s: float | None = None
 
     @property
     def is_aborted(self) -> bool:
@@ -91,7 +100,8 @@ class _Request:
 class Scheduler:
     """One replica's scheduler; one thread calls `step` repeatedly.
 
-    Prompts are prefixes of ``conversations``, which all replicas know.
+    Prompts are prefixes of ``conversations``, which all replicas know. Each is asked for once at
+    the beginning, so that all tables that grow with what was seen are soon full.
     """
 
     def __init__(
@@ -102,12 +112,18 @@ class Scheduler:
         conversations: int,
         longest_chunks: int,
         requests_per_step: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
+        self._clock = clock
         self._rng = random.Random(seed)
         self._conversations = conversations
         self._longest_chunks = longest_chunks
         self._requests_per_step = requests_per_step
+        self._first = self._rng.sample(range(conversations), conversations)
+        self._waits = PromotionWaits(engine, clock)
+        self._step_at_s = clock()
+        self._stopped_s = 0.0
         self._running: dict[str, tuple[_Request, Iterator[None]]] = {}
         self._step_holds: set[bytes] = set()
         self._number = 0
@@ -121,15 +137,26 @@ class Scheduler:
 
     def step(self) -> None:
         """Advance every request by a step, and perhaps admit another."""
+        self._step_at_s = self._clock()
         if self.is_admitting and self._rng.random() < self._requests_per_step:
             self._admit()
         for request, course in list(self._running.values()):
             request.steps += 1
             if next(course, self) is self:  # its course yields None
                 del self._running[request.name]
-        self._promote_wanted()
+                self._waits.end(request.name)
+        self._waits.end_step()
         self._release_step_holds()
         self._engine.take_events()
+
+    def note_stopped(self) -> None:
+        """Note that the process was stopped by a signal until now."""
+        now_s = self._clock()
+        self._stopped_s += now_s - self._step_at_s
+        self._step_at_s = now_s
+
+    def _now_s(self) -> float:
+        return self._clock() - self._stopped_s
 
     def _admit(self) -> None:
         if len(self._running) >= _MOST_RUNNING:
@@ -138,22 +165,29 @@ class Scheduler:
         rng = self._rng
         request = _Request(
             name=f"request {self._number}",
-            keys=a_prompt(rng, self._conversations, self._longest_chunks),
+            keys=self._a_prompt(),
             abort_at=rng.randint(1, 20) if rng.random() < _ABORTED else 1 << 30,
         )
         self._running[request.name] = request, self._course(request)
         self.counts.requests += 1
 
+    def _a_prompt(self) -> list[bytes]:
+        if self._first:
+            return prefix_keys(self._first.pop(), self._longest_chunks)
+        return a_prompt(self._rng, self._conversations, self._longest_chunks)
+
     def _course(self, request: _Request) -> Iterator[None]:
         """Run a request: an iteration a step."""
-        waited = 0
         while (hits := self._look_up(request)) is None:
-            waited += 1
-            self.counts.most_steps_waited = max(self.counts.most_steps_waited, waited)
+            if request.waits_since_s is None:
+                request.waits_since_s = self._now_s()
             yield
             if request.is_aborted:
                 self.counts.aborted += 1
-                return
+                break
+        self._count_wait(request)
+        if hits is None:
+            return
         yield from self._load(request, request.keys[:hits])
         for _ in range(self._rng.randint(0, _LONGEST_PREFILL_STEPS)):
             if request.is_aborted:
@@ -164,26 +198,38 @@ class Scheduler:
 
     # --- lookups ---
 
+    def _count_wait(self, request: _Request) -> None:
+        if request.waits_since_s is None:
+            return
+        late_s = self._now_s() - request.waits_since_s - CHUNK_S * len(request.keys)
+        self.counts.waits += 1
+        self.counts.late_waits += late_s > LATEST_S
+        self.counts.latest_ms = max(self.counts.latest_ms, int(1000 * late_s))
+
     def _look_up(self, request: _Request) -> int | None:
-        """Return how many leading chunks this step can load; None if some are on their way."""
-        hits, waits = 0, False
-        for key in request.keys:
+        """Return how many leading chunks this step can load; None while it waits for some."""
+        compute_s = CHUNK_S * len(request.keys)
+        if self._waits.must_wait(request.name, 0, compute_s, CHUNK_S):
+            return None
+        hits, must_wait = 0, False
+        for position, key in enumerate(request.keys):
             if self._is_held(key):
+                self._waits.found(request.name, key)
                 hits += 1
                 continue
             match self._engine.lookup(key):
                 case Presence.MISS:
                     break
                 case Presence.PENDING | Presence.CPU:
-                    waits = True
-                case Presence.DISK | Presence.REMOTE | Presence.UNKNOWN:
-                    promotion = request.promotions.get(key)
-                    if promotion is None:
-                        request.wanted.append(key)
-                    elif promotion.done:
-                        break  # it did not come, or did not stay
-                    waits = True
-        return None if waits else hits
+                    tier = None
+                case Presence.DISK:
+                    tier = "disk"
+                case Presence.REMOTE | Presence.UNKNOWN:
+                    tier = "remote"
+            if not self._waits.want(request.name, key, tier, position):
+                break
+            must_wait = True
+        return None if must_wait else hits
 
     def _is_held(self, key: bytes) -> bool:
         if key not in self._step_holds:
@@ -191,15 +237,6 @@ class Scheduler:
                 return False
             self._step_holds.add(key)
         return True
-
-    def _promote_wanted(self) -> None:
-        for request, _ in self._running.values():
-            keys = list(dict.fromkeys(request.wanted))
-            request.wanted.clear()
-            if keys:
-                promote = self._engine.promote
-                promotion = promote(keys, pin_s=_LOOKUP_PIN_S, holder=request.name)
-                request.promotions.update(dict.fromkeys(keys, promotion))
 
     def _release_step_holds(self) -> None:
         if self._step_holds:
@@ -219,7 +256,10 @@ class Scheduler:
         self._compare(request, keys, slots, "at the end of its load")
         self._engine.release(keys)
         self.counts.loaded_chunks += len(keys)
-        self.counts.promoted_chunks += sum(key in request.promotions for key in keys)
+        self.counts.promoted_chunks += sum(self._is_promoted(request, key) for key in keys)
+
+    def _is_promoted(self, request: _Request, key: bytes) -> bool:
+        return self._waits.tier_of(request.name, key) is not None
 
     def _compare(
         self, request: _Request, keys: Sequence[bytes], slots: Sequence[int], when: str
@@ -230,7 +270,7 @@ class Scheduler:
                 continue
             self.counts.wrong_chunks += 1
             if len(self.counts.wrong) < _EXAMPLES:
-                how = "promoted" if key in request.promotions else "resident"
+                how = "promoted" if self._is_promoted(request, key) else "resident"
                 wrong = f"{request.name}: chunk {key.hex()} in slot {slot}, {how}, {when}"
                 self.counts.wrong.append(wrong)
 

@@ -7,6 +7,7 @@ drop them unless it is a copy. If the source is this replica, the job moves chun
 import asyncio
 import contextlib
 import logging
+import time
 import uuid
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +44,9 @@ MAX_CHUNKS: Final = 131_072
 _MAX_ERROR_CHARS: Final = 1000
 _PROMOTE_S: Final = 60.0
 _PROOF_S: Final = 5.0
+PROVEN_S: Final = 30.0
+"""How long a source's proof counts; a stranger hardly gets its address within that time."""
+_MOST_PROVEN: Final = 1024
 _STOP_S: Final = 8.0
 _MIN_PAUSE_S: Final = 0.002
 _MAX_PAUSE_S: Final = 0.256
@@ -124,6 +128,8 @@ class MoveJobs:
         # Only the final status of each job: a whole job takes two kilobytes.
         self._ended: OrderedDict[str, wire.MoveStatus] = OrderedDict()
         self._running: dict[asyncio.Task[None], MoveJob] = {}
+        # Until when a source's proof counts: agent and transfer address.
+        self._proven: OrderedDict[tuple[str, str], float] = OrderedDict()
         self._free_threads = asyncio.Semaphore(MAX_FETCHES)
         self._threads = ThreadPoolExecutor(MAX_FETCHES, thread_name_prefix="kv-move")
 
@@ -175,7 +181,7 @@ class MoveJobs:
             return self._engine.held_in(keys, tier), None
         address = _transfer_address(request.source)
         if self._caller.secret is not None:
-            await asyncio.to_thread(self._check_is_of_fleet, request.source, address)
+            await self._have_proven(request.source, address)
         is_here = self._check_source(request, await source.info())
         held = (await source.lookup(keys, tier)).matched_tokens // self._identity.chunk_tokens
         return held, None if is_here else address
@@ -217,6 +223,17 @@ class MoveJobs:
     def _check_tier(self, tier: str, replica: str, tiers: dict[str, wire.TierInfo]) -> None:
         if tier not in tiers:
             raise BadRequestError(f"{replica} has no {tier} tier; it has {', '.join(tiers)}")
+
+    async def _have_proven(self, source: wire.MoveSource, address: tuple[str, int]) -> None:
+        """Check a source unless it has proven a short time ago that it is of the fleet."""
+        proven = (source.agent_url, source.transfer_address)
+        if self._proven.get(proven, 0.0) > time.monotonic():
+            return
+        await asyncio.to_thread(self._check_is_of_fleet, source, address)
+        self._proven[proven] = time.monotonic() + PROVEN_S
+        self._proven.move_to_end(proven)
+        if len(self._proven) > _MOST_PROVEN:
+            self._proven.popitem(last=False)
 
     def _check_is_of_fleet(self, source: wire.MoveSource, address: tuple[str, int]) -> None:
         """Have the source prove that it knows the fleet secret, before its agent is shown a token.

@@ -212,12 +212,17 @@ class Decider:
         return whole
 
     def end_check(self, keys: Sequence[bytes], now_s: float, *, are_intact: bool) -> None:
-        """Make chunks of an earlier run visible, or free their slots. They are not put down.
+        """Make chunks of an earlier run visible, or free their slots; the last is the most recent.
 
-        The last one is the most recent.
+        A local tier that does not have them gets them: the earlier run may have ended before it
+        wrote them. What a shared tier has is not known, and it is not written to.
         """
         entries = [self._being_stored(key) for key in reversed(keys)]
-        self._end_filling(entries, now_s, are_whole=are_intact)
+        whole = self._end_filling(entries, now_s, are_whole=are_intact)
+        local = [index for index in self.state.lower if not isinstance(index, SharedIndex)]
+        for entry in reversed(whole):
+            for index in local:
+                self.cascades[index.name].queue(entry, now_s)
 
     def _end_filling(
         self, entries: Sequence[PoolEntry], now_s: float, *, are_whole: bool

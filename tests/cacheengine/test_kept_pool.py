@@ -317,3 +317,20 @@ def test_a_disk_tier_below_gets_no_kept_chunk_again(directory: Path, tmp_path: P
     assert second.engine.match(keys(1, 2, 3)) == ["cpu"] * 3
     assert second.engine.stats().disk.puts == 0
     second.close()
+
+
+def test_kept_chunks_that_the_disk_does_not_have_are_written_to_it(
+    directory: Path, tmp_path: Path
+) -> None:
+    """Its files were removed, or the process was killed before it had written them."""
+    first = KeptEngine(directory, SLOTS, config(tmp_path / "lost"))
+    first.store_whole(keys(1, 2, 3))
+    first.finish_puts()
+    first.close()
+    shutil.rmtree(tmp_path / "lost")
+    second = KeptEngine(directory, SLOTS, config(tmp_path / "lost"))
+    second.finish_keeping()
+    second.finish_puts()
+    assert second.engine.held_in(keys(1, 2, 3), "disk") == 3
+    assert second.engine.stats().disk.puts == 3
+    second.close()

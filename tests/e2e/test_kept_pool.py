@@ -17,12 +17,17 @@ CHUNKS = 5
 PROMPT = fresh_prompt(CHUNKS * CHUNK_TOKENS + 20, seed=31)
 
 
-@pytest.fixture
-def replica(model_dir: Path, tmp_path: Path) -> Iterator[Replica]:
+@pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
+def replica(request: pytest.FixtureRequest, model_dir: Path, tmp_path: Path) -> Iterator[Replica]:
     kept = Path(f"/dev/shm/test-{uuid.uuid4()}")
     with ProcessGroup() as group:
         yield replica_on_free_ports(
-            group, "kept", model_dir, tmp_path, config={"keep_cpu_dir": str(kept)}
+            group,
+            "kept",
+            model_dir,
+            tmp_path,
+            vllm_args=["--tensor-parallel-size", str(request.param)],
+            config={"keep_cpu_dir": str(kept)},
         )
     shutil.rmtree(kept)
 

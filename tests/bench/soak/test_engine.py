@@ -1,10 +1,14 @@
 """The schedule, the measured lock, the process and the verdicts of the engine's soak."""
 
+import random
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,18 +16,26 @@ from hypothesis import strategies as st
 
 from bench.soak import engine as soak
 from bench.soak.engine import EngineSoak
-from bench.soak.engine_process import EngineState
-from bench.soak.engines import (
-    CHUNK_BYTES,
-    SMALL_DISK_BYTES,
-    STORE_BYTES,
-    EngineFault,
-    engine_faults,
-)
+from bench.soak.engine_process import EngineState, HangingDisk
+from bench.soak.engines import CHUNK_BYTES, SMALL_DISK_BYTES, EngineFault, engine_faults
+from bench.soak.failover_store import STORE_BYTES, FailoverStore
 from bench.soak.harness import Sample, Verdict
 from bench.soak.measured_lock import Durations, Holds, MeasuredLock, bucket, measure_lock
-from bench.soak.scheduler import LONGEST_CHUNKS, PAGE_BYTES, content, prefix_keys
-from tests.cacheengine.helpers import Bench, key
+from bench.soak.scheduler import LONGEST_CHUNKS, PAGE_BYTES, Scheduler, content, prefix_keys
+from cacheengine.engine.engine import CacheEngine
+from cacheengine.launch.vllm_launch import free_ports
+from cacheengine.memory import Pool
+from tests.cacheengine.helpers import CHUNK_BYTES as SMALL_CHUNK_BYTES
+from tests.cacheengine.helpers import (
+    Bench,
+    FakeClock,
+    ManualThreads,
+    config,
+    key,
+    layout,
+    wait_until,
+)
+from tests.cacheengine.scripted_tier import ScriptedTier
 
 
 def _failing(found: list[Verdict]) -> list[str]:
@@ -39,7 +51,8 @@ def test_each_kind_of_fault_comes_as_often_and_the_first_engine_is_never_killed(
     assert found == list(engine_faults(**told))  # type: ignore[arg-type]
     counts = [sum(each.kind is kind for each in found) for kind in EngineFault]
     assert max(counts) - min(counts) <= 1
-    assert all(each.target > 0 for each in found if each.kind is EngineFault.KILL)
+    kills = (EngineFault.KILL, EngineFault.START_KILL)
+    assert all(each.target > 0 for each in found if each.kind in kills)
     assert all(each.target == 0 for each in found if each.kind is EngineFault.DISK_FULL)
     assert all(each.target < engines and each.lasts_s < 8.0 for each in found)
 
@@ -60,6 +73,99 @@ def test_one_wrong_chunk_fails_the_soak_and_so_does_none_loaded() -> None:
         "chunks loaded and compared",
         "of these promoted for their request",
     ]
+
+
+def test_one_request_that_waits_too_long_fails_the_soak() -> None:
+    good = {"waits": 5, "late_waits": 0, "latest_ms": 999}
+    assert _failing(soak.of_waits([good, good | {"waits": 0}])) == []
+    late = "no request waited longer than computing it plus 1 s"
+    assert _failing(soak.of_waits([good, good | {"late_waits": 1}])) == [late]
+    assert _failing(soak.of_waits([])) == ["requests that waited for chunks"]
+
+
+def _scheduler(clock: FakeClock, conversations: int) -> Scheduler:
+    engine = CacheEngine(
+        config(),
+        layout(),
+        Pool.allocate(8, SMALL_CHUNK_BYTES),
+        clock=clock,
+        tier=ScriptedTier(held=prefix_keys(0, 4), items=100),
+        make_threads=ManualThreads,  # no read ends
+    )
+    return Scheduler(
+        engine,
+        seed="1",
+        conversations=conversations,
+        longest_chunks=4,
+        requests_per_step=1.0,
+        clock=clock,
+    )
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_a_wait_is_compared_with_computing_without_the_time_of_a_stop(is_stopped: bool) -> None:
+    clock = FakeClock()
+    scheduler = _scheduler(clock, 1)
+    scheduler.step()
+    scheduler.is_admitting = False
+    clock.advance(10.0)
+    if is_stopped:
+        scheduler.note_stopped()
+    while not scheduler.counts.waits:
+        clock.advance(0.01)
+        scheduler.step()
+    assert scheduler.counts.late_waits == (not is_stopped)
+
+
+def test_all_that_can_be_asked_for_is_asked_for_once_at_the_beginning() -> None:
+    """By chance alone the last tables are full after minutes, and memory grows until then."""
+    scheduler = _scheduler(FakeClock(), 20)
+    seen: set[bytes] = set()
+    for _ in range(20):
+        scheduler.step()
+        seen.update(key for request, _ in scheduler._running.values() for key in request.keys)
+        scheduler._running.clear()
+    assert seen == {key for number in range(20) for key in prefix_keys(number, 4)}
+
+
+async def test_a_store_fails_over_and_keeps_its_values(tmp_path: Path) -> None:
+    store = FailoverStore((*free_ports(3),), tmp_path)  # type: ignore[arg-type]  # three
+    try:
+        await store.start()
+        for kills in (True, False):
+            former = store.master.port
+            await store.master.do("SET", "key", str(former))
+            await store.master.do("WAIT", "1", "0")
+            await store.fail_over(lasts_s=0.0, kills=kills)
+            assert store.master.port != former
+            assert (await store.master.do("GET", "key")).strip() == str(former)
+        assert await store.flip_bits(3, random.Random(1)) == 3
+    finally:
+        store.kill()
+
+
+def test_a_disk_that_hangs_keeps_who_uses_its_files_until_it_works(tmp_path: Path) -> None:
+    root = tmp_path / "disk"
+    root.mkdir()
+    for name in ("renamed", "removed"):
+        (root / name).touch()
+    disk = HangingDisk(str(root))
+    disk.works.clear()
+    (tmp_path / "elsewhere").touch()
+    uses: list[Callable[[], object]] = [
+        (root / "new").touch,
+        partial((root / "renamed").rename, root / "other"),
+        (root / "removed").unlink,
+    ]
+    threads = [threading.Thread(target=use) for use in uses]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: disk.hung == len(threads))
+    assert all(thread.is_alive() for thread in threads)
+    disk.works.set()
+    for thread in threads:
+        thread.join(20)
+    assert {each.name for each in root.iterdir()} == {"new", "other"}
 
 
 @pytest.mark.parametrize(

@@ -194,6 +194,41 @@ async def test_a_rogue_source_s_chunks_are_refused(rig: Rig, play: Play) -> None
     assert rig.guarded.bench.engine.match(PREFIX) == []
 
 
+async def test_a_source_s_proof_counts_for_a_short_time(
+    rig: Rig, make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One more connection a copy, over which nothing else comes."""
+    other = await asyncio.to_thread(WholeReplica, "other", make_bench(32), SECRET)
+    other.bench.store(PREFIX)
+    checked: list[str] = []
+    check = moving.MoveJobs._check_is_of_fleet
+
+    def count(jobs: moving.MoveJobs, source: wire.MoveSource, address: tuple[str, int]) -> None:
+        checked.append(source.transfer_address)
+        check(jobs, source, address)
+
+    monkeypatch.setattr(moving.MoveJobs, "_check_is_of_fleet", count)
+    monkeypatch.setattr(moving, "_MOST_PROVEN", 1)
+    source = {"agent_url": other.url, "transfer_address": other.address}
+    assert (await move(rig, source))["arrived_chunks"] == 4
+    assert (await move(rig, source))["error"] == ""
+    assert checked == [other.address]
+    # Neither for another address of its host, nor for longer, nor of more than a bound.
+    elsewhere = source | {"transfer_address": rig.loose.address}
+    assert (await begin_move(rig, elsewhere))[0] == 400
+    itself = {"agent_url": rig.guarded.url, "transfer_address": rig.guarded.address}
+    await begin_move(rig, itself)
+    await move(rig, source)
+    monkeypatch.setattr(moving, "PROVEN_S", 0.0)
+    await begin_move(rig, itself)
+    await move(rig, source)
+    await move(rig, source)
+    by_address = {rig.loose.address: "loose", rig.guarded.address: "itself", other.address: "other"}
+    expected = ["other", "loose", "itself", "other", "itself", "other", "other"]
+    assert [by_address[each] for each in checked] == expected
+    await asyncio.to_thread(other.stop)
+
+
 async def test_a_stranger_cannot_have_it_fetch_at_all(rig: Rig, play: Play) -> None:
     rogue = Rogue(play)
     async with TestServer(rogue.app()) as server:

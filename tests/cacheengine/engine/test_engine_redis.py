@@ -9,7 +9,7 @@ import pytest
 from cacheengine.settings.engine_config import EngineConfig
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.helpers import Bench, key, keys, layout, wait_until
-from tests.servers import PATIENT, RedisProcess, redis_program, running
+from tests.servers import PATIENT, RedisProcess, moving_address, redis_program, running
 
 NUMBERS = range(40)
 """More chunks than a batch has."""
@@ -52,6 +52,35 @@ def test_chunks_that_the_server_lost_are_missing_and_those_before_them_are_loade
     resident, promoted, missing = second.promote(keys(*NUMBERS))
     assert (resident, promoted, missing) == (0, 25, 15)
     assert second.has_right_bytes(keys(*range(25)))
+
+
+def test_after_a_failover_behind_an_address_that_moves_chunks_are_put_to_the_new_master(
+    make_bench: MakeBench, server: RedisProcess, tmp_path: Path
+) -> None:
+    """The former master lives on as a replica, and connections to it stay open."""
+    with (
+        running(redis_program(), tmp_path / "other") as other,
+        moving_address(server.port) as address,
+    ):
+        url = f"redis://127.0.0.1:{address.port}?{PATIENT}"
+        bench = make_bench(64, EngineConfig(remote_url=url, put_queue_share=1.0))
+        bench.store(keys(*NUMBERS[:20]))
+        bench.finish_puts()
+        assert server.do("DBSIZE") == 20
+        address.target = other.port
+        server.do("REPLICAOF", "127.0.0.1", str(other.port))
+        bench.store(keys(*NUMBERS[20:]))
+
+        def are_put() -> bool:
+            bench.clock.advance(1.0)
+            bench.engine.expire_pins()
+            return bool(other.do("EXISTS", *map(_name, NUMBERS[20:])) == 20)
+
+        wait_until(are_put)
+        bench.finish_puts()
+        reader = make_bench(64, EngineConfig(remote_url=url))
+        assert reader.promote(keys(*NUMBERS[20:])) == (0, 20, 0)
+        assert reader.has_right_bytes(keys(*NUMBERS[20:]))
 
 
 @pytest.mark.parametrize("named", [True, False])
