@@ -256,7 +256,7 @@ def _engine_config(settings: SimulatorSettings, instance_id: str, agent_port: in
         lmcache_worker_port=agent_port,
         agent_host=settings.host,
         fleet_secret=settings.fleet_secret,
-        disk_direct_reads=False,
+        disk_direct_io=False,
         # In memory, what is put does not queue: nothing is dropped because a queue is full.
         put_queue_share=0.5 if settings.disk_files else 1.0,
         # The paced device is one; more threads would only wait for each other.

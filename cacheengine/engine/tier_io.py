@@ -521,8 +521,7 @@ def make_tier(config: EngineConfig, layout: ChunkLayout) -> LocalTier:
         layout.fingerprint(),
         payload_bytes=layout.chunk_bytes,
         capacity_bytes=config.max_local_disk_bytes,
-        direct=config.disk_direct_reads,
-        direct_writes=config.disk_direct_writes,
+        direct=config.disk_direct_io,
     )
     if tier.capacity_bytes < tier.item_bytes:
         tier.close()

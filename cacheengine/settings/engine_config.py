@@ -131,15 +131,12 @@ class EngineConfig:
     """Directory on a tmpfs, such as one below /dev/shm, for the CPU pool's file. The pool outlives
     vLLM, also a killed one: the next start serves its chunks again. Each replica needs a directory
     of its own. Off without one. The memory stays in use until the file is deleted."""
-    disk_direct_reads: bool = setting(True, parse=parse_bool)
-    """Read files with O_DIRECT, bypassing the page cache, unless they are in it already."""
-    disk_direct_writes: bool = setting(False, parse=parse_bool)
-    """Write files with O_DIRECT, bypassing the page cache. This saves CPU time and memory, but a
-    write takes as long as the device needs, and no later read is served by the page cache. Use four
-    ``disk_write_threads`` with it."""
-    disk_read_threads: int = setting(4, parse=parse_int(minimum=1, maximum=256))
+    disk_direct_io: bool = setting(True, parse=parse_bool)
+    """Read and write files with O_DIRECT, bypassing the page cache. Without it Linux keeps copies
+    of them in memory that it does not need."""
+    disk_read_threads: int = setting(8, parse=parse_int(minimum=1, maximum=256))
     """Threads that read from the disk tier, at most 256."""
-    disk_write_threads: int = setting(2, parse=parse_int(minimum=1, maximum=256))
+    disk_write_threads: int = setting(8, parse=parse_int(minimum=1, maximum=256))
     """Threads that write to the disk tier, at most 256."""
     put_queue_share: float = setting(0.5, parse=parse_share)
     """Share of the CPU pool that may wait to be written to disk and remote store. Beyond it chunks

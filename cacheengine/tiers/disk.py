@@ -35,8 +35,8 @@ from cacheengine.tiers.tier import Chunk, GetOutcome, LocalTier, PutOutcome
 logger = logging.getLogger("vllm.warmroute")
 
 _LOCK_WAIT_S: Final = 15.0
-_BATCH_CHUNKS: Final = 4
-_BATCH_BYTES: Final = 16 * 1024 * 1024
+_BATCH_CHUNKS: Final = 32
+_BATCH_BYTES: Final = 4 * 1024 * 1024
 """The most that one call reads: requests wait for a disk only as long as its reads end."""
 _NO_SPACE_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -49,9 +49,8 @@ class DiskTier(LocalTier):
     a lock for ``lock_wait_s`` (long enough for a predecessor to exit), and OSError when none of
     the directories can be created or written. With a warning it does without some of them.
 
-    ``capacity_bytes`` is the limit of all paths together. With ``direct``, files that are not in
-    the page cache are read past it where that works. With ``direct_writes``, all files are
-    written past it.
+    ``capacity_bytes`` is the limit of all paths together. With ``direct``, files are read and
+    written past the page cache where that works.
     """
 
     name = "disk"
@@ -64,7 +63,6 @@ class DiskTier(LocalTier):
         capacity_bytes: int,
         *,
         direct: bool = True,
-        direct_writes: bool = False,
         lock_wait_s: float = _LOCK_WAIT_S,
     ) -> None:
         file = ChunkFile(fingerprint, payload_bytes)
@@ -76,7 +74,9 @@ class DiskTier(LocalTier):
         failed: dict[Path, OSError] = {}
         for root in dict.fromkeys(each.resolve() for each in roots):
             try:
-                path = DiskPath(root, fingerprint, file, self._space, lock_wait_s=lock_wait_s)
+                path = DiskPath(
+                    root, fingerprint, file, self._space, direct=direct, lock_wait_s=lock_wait_s
+                )
             except DirectoryInUseError:
                 self.close()
                 raise
@@ -84,8 +84,6 @@ class DiskTier(LocalTier):
                 failed[root] = error
                 continue
             self._paths.append(path)
-            path.reads_direct = direct and _can_be_direct(path.directory, file, reads=True)
-            path.writes_direct = direct_writes and _can_be_direct(path.directory, file, reads=False)
         for root, problem in failed.items():
             if not self._paths:
                 raise problem
@@ -201,17 +199,12 @@ class DiskTier(LocalTier):
             path.close()
 
 
-def _can_be_direct(directory: Path, file: ChunkFile, *, reads: bool) -> bool:
-    kind = "reads" if reads else "writes"
-    if not file.can_be_direct:
-        logger.info(
-            "disk tier: all %s use the page cache: the chunk size is not a multiple of 4096 bytes",
-            kind,
-        )
-        return False
-    reason = why_not_direct(directory, reads=reads)
+def _can_be_direct(directory: Path, file: ChunkFile) -> bool:
+    reason: str | None = "the chunk size is not a multiple of 4096 bytes"
+    if file.can_be_direct:
+        reason = why_not_direct(directory)
     if reason is not None:
-        logger.info("disk tier: all %s of %s use the page cache: %s", kind, directory, reason)
+        logger.info("disk tier: %s is used by the page cache: %s", directory, reason)
     return reason is None
 
 
@@ -219,14 +212,17 @@ class DiskPath:
     """Chunk files in ``<root>/<fingerprint>``. The directory is locked until `close`."""
 
     def __init__(
-        self, root: Path, fingerprint: str, file: ChunkFile, space: DiskSpace, *, lock_wait_s: float
+        self,
+        root: Path,
+        fingerprint: str,
+        file: ChunkFile,
+        space: DiskSpace,
+        *,
+        direct: bool,
+        lock_wait_s: float,
     ) -> None:
         self.directory = root / fingerprint
         self._files = LayoutDirectory(self.directory)
-        self.reads_direct = False
-        """Whether files that are not in the page cache are read with direct I/O."""
-        self.writes_direct = False
-        """Whether files are written with direct I/O."""
         self._file = file
         self._space = space
         self._failing: set[str] = set()
@@ -235,6 +231,9 @@ class DiskPath:
         self._is_closed = False
         make_private(self.directory)
         self._lock_fd: int | None = lock_directory(self.directory, lock_wait_s)
+        self._flags = os.O_CLOEXEC | os.O_NOFOLLOW
+        if direct and _can_be_direct(self.directory, file):
+            self._flags |= os.O_DIRECT
 
     def file(self, key: bytes) -> Path:
         """Return the path of a chunk's file, whether it exists or not."""
@@ -274,7 +273,7 @@ class DiskPath:
             fd = self._open_new(draft.path)
             exists = True
             try:
-                self._file.write(fd, key, payload, may_be_direct=self.writes_direct)
+                self._file.write(fd, key, payload, is_new=not draft.is_spare)
             finally:
                 os.close(fd)  # may report what writing did not
             self._rename(draft.path, path)
@@ -293,7 +292,7 @@ class DiskPath:
         return outcome
 
     def _open_new(self, path: str) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = self._flags | os.O_WRONLY | os.O_CREAT
         if self._lock_fd is None:
             self._restore_directory()
         try:
@@ -333,7 +332,7 @@ class DiskPath:
         """Read a file into the buffer and compare it with its seal. A damaged file is removed."""
         name = self._files.file(key)
         try:
-            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(name, self._flags | os.O_RDONLY)
         except FileNotFoundError as error:
             if not self._is_unmounted():
                 self._space.vanished(name, key)
@@ -344,7 +343,7 @@ class DiskPath:
             self._report("read", error)
             return GetOutcome.FAILED
         try:
-            is_whole = self._file.read(fd, key, into, may_be_direct=self.reads_direct)
+            is_whole = self._file.read(fd, key, into)
         except OSError as error:
             self._report("read", error)
             return GetOutcome.FAILED
