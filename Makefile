@@ -31,6 +31,8 @@ venv: $(STAMP) ## Set up .venv with the locked dependencies (the others do it by
 $(STAMP): $(LOCKS) pyproject.toml
 	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo 'Python 3.11 or newer is needed: name it with make PYTHON=/path/to/python3.11' >&2; exit 2; }
+	@test -x $(BIN)/python || test "$$(df -Pk . | awk 'NR == 2 {print $$4}')" -ge 5000000 || \
+	  { echo 'Less than 5 GB are free on this disk: make room, or clone the repository elsewhere' >&2; exit 2; }
 	@echo '== 1/4 virtual environment in $(VENV)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo '== 2/4 checks and the router'
