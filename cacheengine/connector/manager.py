@@ -390,9 +390,6 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         self._loads -= Counter(chunks)
         self.engine.release(chunks)
 
-    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self.engine.touch(self.keys.stored(keys, req_context))
-
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:

@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,17 +83,12 @@ class WeightFiles:
 
     def _own_files(self) -> list[Path]:
         """Return the files that the name of a hub's snapshot does not identify."""
-        if self.hub_name is None:
-            return [*self._files()]
-        return [path for path in self._files() if not _is_of_hub(path)]
+        is_of_hub = self.hub_name is not None
+        return [path for path in self._files() if not (is_of_hub and _is_of_hub(path))]
 
-    def _files(self) -> Iterator[Path]:
-        if self.path.is_file():
-            yield self.path
-            return
-        for path in sorted(self.path.iterdir()):
-            if path.is_file():
-                yield path
+    def _files(self) -> list[Path]:
+        found = [self.path] if self.path.is_file() else sorted(self.path.iterdir())
+        return [path for path in found if path.is_file()]
 
 
 def _is_of_hub(path: Path) -> bool:

@@ -72,9 +72,6 @@ class SharedIndex(LowerIndex):
         self._must_ping = False
         self._looked_s = 0.0
 
-    def __len__(self) -> int:
-        return len(self._held)
-
     # --- lookups ---
 
     def __contains__(self, key: bytes) -> bool:

@@ -256,7 +256,7 @@ class HostedStore(BlobStore):
             self._reason = reason
             self._condition.notify_all()
         self._backoff.failed(began_s)
-        if process.was_ready:
+        if process.ready.done():
             logger.warning("remote tier: %s; starting another one", reason)
 
 
@@ -351,8 +351,6 @@ class ClientProcess:
         self._lock = threading.Lock()
         self._waiting: dict[int, tuple[Future[list[int]], float]] = {}
         self._ended = ""
-        self.was_ready = False
-        """Whether the library has ever connected."""
         self._socket, self._process = self._spawn(library, threads)
         threading.Thread(target=self._receive, name="store-replies", daemon=True).start()
 
@@ -442,7 +440,6 @@ class ClientProcess:
         if reply.id == READY_ID:
             if reply.error:
                 raise StoreError(reply.error)
-            self.was_ready = True
             self.ready.set_result(None)
             return
         with self._lock:
@@ -455,7 +452,7 @@ class ClientProcess:
     def _is_stuck(self) -> bool:
         with self._lock:
             began = [since_s for _, since_s in self._waiting.values()]
-        if not self.was_ready:
+        if not self.ready.done():
             began.append(self._started_s)
         return bool(began) and time.monotonic() - min(began) > self._give_up_s
 

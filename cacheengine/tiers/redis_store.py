@@ -29,7 +29,12 @@ from cacheengine.tiers.redis_connection import (
     command,
     set_command,
 )
-from cacheengine.tiers.remote_url import Address, RemoteUrl
+from cacheengine.tiers.remote_url import (
+    CLUSTER_SCHEMES,
+    SENTINEL_SCHEMES,
+    Address,
+    RemoteUrl,
+)
 from cacheengine.tiers.store import (
     SLOWEST_BYTES_S,
     Blob,
@@ -43,8 +48,6 @@ from cacheengine.tiers.store import (
 )
 from warmroute_common.config_reader import BadValueError, parse_bool, parse_int, parse_seconds
 
-SENTINEL_SCHEMES: Final = ("redis-sentinel", "valkey-sentinel")
-CLUSTER_SCHEMES: Final = ("redis-cluster", "valkey-cluster")
 REDIS_SCHEMES: Final = (
     *("redis", "rediss", "valkey", "valkeys", "unix"),
     *SENTINEL_SCHEMES,
@@ -377,7 +380,7 @@ class RedisStore(BlobStore):
         refusals = self._call(sum(blob.size_bytes for blob in blobs), talk)
         # Outside of `_call`: the connection is sound, and gets need no pause.
         if (refused := refusals[0]) and None not in refusals:
-            raise StoreFullError(f"it {_explained(refused.code, f'answers: {refused.text}')}")
+            raise StoreFullError(f"it {_EXPLAINED.get(refused.code, f'answers: {refused.text}')}")
         return [refusal is None for refusal in refusals]
 
     def remove(self, names: Sequence[str]) -> None:
@@ -430,7 +433,7 @@ class RedisStore(BlobStore):
         except RefusedError as error:
             code = error.refusal.code
             # Without the server's text: some servers repeat the password in it.
-            reason = _explained(code, "refuses the login: does it want a password?")
+            reason = _EXPLAINED.get(code, "refuses the login: does it want a password?")
             raise StoreError(f"{reason} ({code})") from None
         except (TimeoutError, valkey.exceptions.TimeoutError):
             raise StoreError(f"no connection in {sooner.timeout_s:.1f} s") from None
@@ -509,12 +512,8 @@ def _tls_context(settings: TlsSettings) -> ssl.SSLContext:
 
 def _granted(reply: T | Refusal) -> T:
     if isinstance(reply, Refusal):
-        raise StoreError(_explained(reply.code, f"answers: {reply.text}"))
+        raise StoreError(_EXPLAINED.get(reply.code, f"answers: {reply.text}"))
     return reply
-
-
-def _explained(code: str, otherwise: str) -> str:
-    return _EXPLAINED.get(code, otherwise)
 
 
 def _size(reply: int | Refusal | None) -> int | None:

@@ -32,9 +32,8 @@ _DEFAULT_PORTS: Final[Mapping[str, int]] = {
 SCHEMES: Final = tuple(_DEFAULT_PORTS)
 """The schemes that are served."""
 
-_SEVERAL_HOSTS: Final = frozenset(
-    {"redis-sentinel", "valkey-sentinel", "redis-cluster", "valkey-cluster"}
-)
+SENTINEL_SCHEMES: Final = ("redis-sentinel", "valkey-sentinel")
+CLUSTER_SCHEMES: Final = ("redis-cluster", "valkey-cluster")
 _OBJECT_STORE: Final = "run a Redis or Valkey server, or Mooncake Store, near the replicas"
 
 _REFUSALS: Final[Mapping[str, tuple[str, str]]] = {
@@ -114,7 +113,7 @@ def parse_remote_url(text: str) -> RemoteUrl:
     """
     scheme = _scheme(text)
     text, more = _first_host(text.strip())
-    if more and scheme not in _SEVERAL_HOSTS:
+    if more and scheme not in SENTINEL_SCHEMES + CLUSTER_SCHEMES:
         fix = f"write {scheme}://host:port of one server"
         if scheme in ("redis", "valkey"):
             fix += f", or {scheme}-cluster:// or {scheme}-sentinel:// before the hosts"
