@@ -136,7 +136,7 @@ class _Stage:
         self._say = say
         self._rng = random.Random(f"damage {settings.seed}")
         self.store = FailoverStore((ports.pop(), ports.pop(), ports.pop()), directory)
-        self.starts = KilledStarts(settings.slots)
+        self.starts = KilledStarts(settings.slots, directory)
         self._pools = tempfile.TemporaryDirectory(dir="/dev/shm")
         self.engines = [
             Engine(
