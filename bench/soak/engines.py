@@ -211,8 +211,8 @@ class Engine:
         ended.cancel()
         ready.cancel()
         if ready not in done:
-            log = self.logs[-1].read_text(errors="replace").strip().rpartition("\n")[2]
-            raise BenchError(f"{life.name} does not start: {log} (logs: --logs DIR)")
+            said = _last_line(self.logs[-1])
+            raise BenchError(f"{life.name} does not start: {said} (logs: --logs DIR)")
 
     def has_ended_by_itself(self) -> bool:
         """Whether its process has ended without being told to."""
@@ -258,6 +258,10 @@ class Engine:
         await life.tasks[0]
 
 
+def _last_line(log: Path) -> str:
+    return log.read_text(errors="replace").strip().rpartition("\n")[2]
+
+
 async def _listen(life: Life) -> None:
     """Keep the last report of a process, until its output ends."""
     assert life.process.stdout is not None
@@ -271,24 +275,26 @@ async def _listen(life: Life) -> None:
 class KilledStarts:
     """Starts of replicas that are killed before the name of their CPU pool is forgotten."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, logs: Path) -> None:
         if find_spec("vllm") is None:
             raise BenchError("killed starts need vLLM: make venv")
         self._slots = slots
+        self._log = logs / "killed-starts.log"
         self._process: asyncio.subprocess.Process | None = None
         self.leaked: list[str] = []
         """Pools whose memory was still there after the kill."""
 
     async def open(self) -> None:
         """Start the process that begins to start replicas; it needs some seconds."""
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "bench.soak.killed_start"),
-            orjson.dumps([self._slots, CHUNK_BYTES]).decode(),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        with self._log.open("wb") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "bench.soak.killed_start"),
+                orjson.dumps([self._slots, CHUNK_BYTES]).decode(),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
         await self._answer("ready", _IMPORT_S)
 
     async def kill_one(self, keep: Path | None) -> None:
@@ -312,7 +318,7 @@ class KilledStarts:
         async with asyncio.timeout(within_s):
             answer = (await self._process.stdout.readline()).decode().strip()
         if answer != expected:
-            raise BenchError(f"a start that is to be killed: {answer or 'it has ended by itself'}")
+            raise BenchError(f"a start to be killed: {answer or _last_line(self._log)}")
 
     async def close(self) -> None:
         """End the process."""

@@ -100,8 +100,7 @@ class _Request:
 class Scheduler:
     """One replica's scheduler; one thread calls `step` repeatedly.
 
-    Prompts are prefixes of ``conversations``, which all replicas know. Each is asked for once at
-    the beginning, so that all tables that grow with what was seen are soon full.
+    Prompts are prefixes of ``conversations``, which all replicas know.
     """
 
     def __init__(
@@ -120,7 +119,6 @@ class Scheduler:
         self._conversations = conversations
         self._longest_chunks = longest_chunks
         self._requests_per_step = requests_per_step
-        self._first = self._rng.sample(range(conversations), conversations)
         self._waits = PromotionWaits(engine, clock)
         self._step_at_s = clock()
         self._stopped_s = 0.0
@@ -165,16 +163,11 @@ class Scheduler:
         rng = self._rng
         request = _Request(
             name=f"request {self._number}",
-            keys=self._a_prompt(),
+            keys=a_prompt(rng, self._conversations, self._longest_chunks),
             abort_at=rng.randint(1, 20) if rng.random() < _ABORTED else 1 << 30,
         )
         self._running[request.name] = request, self._course(request)
         self.counts.requests += 1
-
-    def _a_prompt(self) -> list[bytes]:
-        if self._first:
-            return prefix_keys(self._first.pop(), self._longest_chunks)
-        return a_prompt(self._rng, self._conversations, self._longest_chunks)
 
     def _course(self, request: _Request) -> Iterator[None]:
         """Run a request: an iteration a step."""

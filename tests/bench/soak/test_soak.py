@@ -56,9 +56,8 @@ def test_a_short_soak_of_engines_with_each_fault_holds(tmp_path: Path) -> None:
         cwd=ROOT,
         timeout=400,
     )
-    # Within seconds memory says nothing, and chance decides which damaged chunks are read. A busy
-    # machine interrupts holds.
-    allowed = ("own memory of", "to judge their memory", "damaged chunks found", "a hold takes")
+    # Chance decides whether damaged chunks are read. A busy machine interrupts holds.
+    allowed = ("damaged chunks found", "a hold takes")
     failed = [each for each in done.stdout.splitlines() if each.startswith("FAILS")]
     assert not [each for each in failed if not any(part in each for part in allowed)], (
         done.stdout[-8000:] + done.stderr
