@@ -39,6 +39,8 @@ _LOCK_WAIT_S: Final = 15.0
 _BATCH_CHUNKS: Final = 32
 _BATCH_BYTES: Final = 4 * 1024 * 1024
 """The most that one call reads: requests wait for a disk only as long as its reads end."""
+_SPARE_BATCHES: Final = 16
+"""Chunks that several threads evict at once, each a batch, leave files for what they write."""
 _NO_SPACE_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -76,7 +78,12 @@ class DiskTier(LocalTier):
         failed: dict[Path, OSError] = {}
         for root in dict.fromkeys(each.resolve() for each in roots):
             try:
-                space = DiskSpace(capacity_bytes, file.file_bytes, self._spaces)
+                space = DiskSpace(
+                    capacity_bytes,
+                    file.file_bytes,
+                    self._spaces,
+                    most_spares=_SPARE_BATCHES * self.batch_chunks,
+                )
                 path = DiskPath(
                     root, fingerprint, file, space, direct=direct, lock_wait_s=lock_wait_s
                 )

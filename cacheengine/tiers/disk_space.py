@@ -34,7 +34,6 @@ from cacheengine.tiers.layout_directory import (
 
 logger = logging.getLogger("vllm.warmroute")
 
-_MOST_SPARES: Final = 16
 _RETRIES_A_PUT: Final = 2
 _MOST_REMEMBERED: Final = 100_000
 
@@ -63,7 +62,14 @@ class DiskSpace:
     are refused here only while there are files that the engine does not count.
     """
 
-    def __init__(self, capacity_bytes: int, item_bytes: int, spaces: "Sequence[DiskSpace]") -> None:
+    def __init__(
+        self,
+        capacity_bytes: int,
+        item_bytes: int,
+        spaces: "Sequence[DiskSpace]",
+        *,
+        most_spares: int,
+    ) -> None:
         self._capacity_bytes = capacity_bytes
         self._item_bytes = item_bytes
         self._spaces = spaces
@@ -77,6 +83,7 @@ class DiskSpace:
         self._others = OtherLayouts([], capacity_bytes)
         self._others_bytes = 0
         self._spares: list[str] = []
+        self._most_spares = most_spares
         self._spare_numbers = itertools.count()
         # Files that could not be removed, with their sizes, in the order of the attempts.
         self._stuck: dict[str, int] = {}
@@ -175,7 +182,7 @@ class DiskSpace:
     def recycle(self, path: str, key: bytes) -> None:
         """Remove an intact chunk; its file may be kept as a spare."""
         with self._lock:
-            if len(self._spares) < _MOST_SPARES:
+            if len(self._spares) < self._most_spares:
                 number = next(self._spare_numbers)
                 spare = f"{path}.{number}{TEMPORARY_SUFFIX}"
                 try:
