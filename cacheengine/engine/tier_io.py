@@ -145,8 +145,8 @@ class TierIo:
         tier: Tier,
         index: LowerIndex,
         queue_name: str,
-        pool: Pool,
         *,
+        pool: Pool,
         config: EngineConfig,
         lock: EngineLock,
         clock: Clock,
@@ -418,20 +418,10 @@ class TierStack:
             below.append((self.remote, SharedIndex()))
         self.indexes = [index for _, index in below]
         """The nearest tier's first."""
-        self.io = [
-            TierIo(
-                tier,
-                index,
-                queue_name,
-                pool,
-                config=config,
-                lock=lock,
-                clock=clock,
-                make_threads=make_threads,
-            )
-            for tier, index in below
-            for queue_name in index.queues
-        ]
+        make_io = partial(
+            TierIo, pool=pool, config=config, lock=lock, clock=clock, make_threads=make_threads
+        )
+        self.io = [make_io(tier, index, each) for tier, index in below for each in index.queues]
 
     def start(self, work: PendingWork) -> None:
         """Start the reads, writes, deletes and questions that were decided."""
