@@ -3,10 +3,10 @@
     python -m bench.engine --json bench/results/engine.json
 
 Every figure is compared with its limit, measured in the same run, in turns: a
-memcpy for the cpu tier, a checksum for a pool that is kept, one file written
-and read from end to end for the disk tier, a plain dict for the index. The cpu
-tier needs vLLM and torch, and is left out, saying so, where they are not
-installed. Takes some minutes and, for the time, some GB of the disk.
+memcpy for the cpu tier, a checksum for a pool that is kept, plain O_DIRECT and
+vLLM's own tiering for the disk tier, a plain dict for the index. What needs
+vLLM and torch is left out, saying so, where they are not installed. Takes some
+minutes and, for the time, some GB of the disk.
 """
 
 import argparse
@@ -19,12 +19,14 @@ from typing import Final
 
 from bench.command import write_report
 from bench.engine.cases import MIB, Case, as_json, table
-from bench.engine.disk import gets, puts
+from bench.engine.disk import disk
 from bench.engine.index import index
 from bench.engine.kept import kept
 from bench.ttft import BenchError, machine
 
 PARTS: Final = ("cpu", "kept", "disk", "index")
+DISK_SIZES: Final = (64 * 1024, 256 * 1024, 4 * MIB, 32 * MIB)
+MOST_CHUNKS: Final = 1024
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Case]:
@@ -40,7 +42,9 @@ def measure(arguments: argparse.Namespace) -> Iterator[Case]:
         yield from kept(sizes, arguments.rounds)
     if "disk" in arguments.parts:
         with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="warmroute-bench-") as name:
-            yield from _disk(Path(name), sizes, arguments)
+            for chunk_bytes in DISK_SIZES:
+                chunks = max(1, min(arguments.disk_bytes // chunk_bytes, MOST_CHUNKS))
+                yield from disk(Path(name, str(chunk_bytes)), chunks, chunk_bytes, arguments.rounds)
     if "index" in arguments.parts:
         yield from index(arguments.index_chunks, arguments.rounds)
 
@@ -54,26 +58,9 @@ def _copies(chunks: int, chunk_bytes: int, rounds: int) -> Iterator[Case]:
     yield from copies(chunks, chunk_bytes, rounds)
 
 
-def _disk(
-    root: Path, sizes: Sequence[tuple[int, int]], arguments: argparse.Namespace
-) -> Iterator[Case]:
-    for chunks, chunk_bytes in sizes:
-        yield from puts(root / f"put{chunk_bytes}", chunks, chunk_bytes, arguments.rounds)
-    for chunks, chunk_bytes in sizes:
-        root_of_size = root / f"get{chunk_bytes}"
-        yield from gets(root_of_size, "disk get", chunks, chunk_bytes, arguments.rounds)
-    yield from gets(
-        root / "prefetch",
-        "prefetch of 15k tokens",
-        arguments.prefix_chunks,
-        arguments.chunk_bytes,
-        arguments.rounds,
-    )
-
-
 def report(arguments: argparse.Namespace, cases: Sequence[Case]) -> dict[str, object]:
     """Return every figure with the command and the machine, ready for JSON."""
-    names = ("chunks", "chunk_bytes", "prefix_chunks", "index_chunks", "rounds")
+    names = ("chunks", "chunk_bytes", "disk_bytes", "index_chunks", "rounds")
     options = [f"--{name.replace('_', '-')} {getattr(arguments, name)}" for name in names]
     if tuple(arguments.parts) != PARTS:
         options.append(f"--parts {' '.join(arguments.parts)}")
@@ -97,7 +84,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--chunk-bytes", type=int, default=2 * MIB, help="twice as many of half the size, too"
     )
     parser.add_argument(
-        "--prefix-chunks", type=int, default=59, help="chunks of 256 tokens, promoted at once"
+        "--disk-bytes", type=int, default=256 * MIB, help="in chunks of four sizes, at once"
     )
     parser.add_argument("--index-chunks", type=int, default=1_000_000, help="known to the index")
     parser.add_argument("--rounds", type=int, default=11, help="of every case")

@@ -1,17 +1,19 @@
-"""The disk tier compared with one plain file: puts, gets and promotions, warm and cold."""
+"""The disk tier compared with vLLM's own tiering, and with plain O_DIRECT, by size of a chunk."""
 
+import importlib
 import itertools
 import mmap
 import os
 import random
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
-from bench.engine.cases import MIB, Case, Contender, Step, in_turns, size
+from bench.engine.cases import MIB, Case, Contender, in_turns, size
 from bench.engine.index import key_of, layout
-from bench.replica.tiers import forget_pages, wait_until
+from bench.replica.tiers import wait_until
 from bench.ttft import BenchError
 from cacheengine.engine.engine import CacheEngine
 from cacheengine.memory import Pool
@@ -21,6 +23,25 @@ from cacheengine.tiers.disk import DiskTier
 from cacheengine.tiers.tier import Chunk, PutOutcome
 
 _TIMEOUT_S: Final = 120.0
+_DIRECT_THREADS: Final = 4
+_MOST_CPU: Final = 1.5
+"""Processor time of a chunk, compared with plain O_DIRECT."""
+
+
+class Disk(Protocol):
+    """Something that writes chunks to files and reads them back, always the same number."""
+
+    def new_keys(self) -> None:
+        """Choose keys that were never used."""
+
+    def put(self) -> None:
+        """Write all chunks."""
+
+    def get(self) -> None:
+        """Read them from the device."""
+
+    def close(self) -> None:
+        """End."""
 
 
 class WatchedTier(DiskTier):
@@ -55,30 +76,18 @@ class WatchedTier(DiskTier):
 
 
 class DiskRig:
-    """An engine with a disk tier, and the same bytes in plain files, over the same memory.
+    """An engine with a disk tier that holds ``capacity_chunks``.
 
-    The tier holds ``capacity_chunks``. Every put has fresh keys, and nothing
-    but what the tier evicts is removed, not even at the end: a file system
-    that has just removed many files makes new ones slowly, and that would be
+    Every put has fresh keys, and nothing but what the tier evicts is removed, not even at the end:
+    a file system that has just removed many files makes new ones slowly, and that would be
     measured instead.
     """
 
     def __init__(self, root: Path, chunks: int, chunk_bytes: int, *, capacity_chunks: int) -> None:
         self.chunks = chunks
         self.moved_bytes = chunks * chunk_bytes
-        self._engine_root = root / "engine"
-        self._plain_root = root / "plain"
-        self._plain_root.mkdir(parents=True)
-        memory = mmap.mmap(-1, self.moved_bytes)
-        for start in range(0, self.moved_bytes, MIB):
-            # Not zeros: a device that compresses must not be flattered.
-            piece = random.Random(start).randbytes(min(MIB, self.moved_bytes - start))
-            memory[start : start + len(piece)] = piece
-        self._rows = [
-            memoryview(memory)[start : start + chunk_bytes]
-            for start in range(0, self.moved_bytes, chunk_bytes)
-        ]
-        self._tier = WatchedTier(self._engine_root, chunk_bytes, capacity_chunks)
+        memory, self.rows = _memory(chunks, chunk_bytes)
+        self._tier = WatchedTier(root, chunk_bytes, capacity_chunks)
         self._engine = CacheEngine(
             EngineConfig(put_queue_share=1.0),
             layout(chunk_bytes),
@@ -87,8 +96,6 @@ class DiskRig:
         )
         self._numbers = itertools.count()
         self._keys: list[bytes] = []
-        self._plain_files = (self._plain_root / str(number) for number in itertools.count())
-        self._plain_file = self._plain_root
 
     def new_keys(self) -> None:
         """Choose keys that were never used, and have the pool empty for them."""
@@ -104,29 +111,12 @@ class DiskRig:
         self._engine.complete_store(reservation.keys)
         self._tier.wait()
 
-    def promote(self) -> None:
+    def get(self) -> None:
         """Bring all chunks from disk into the pool."""
         # Not pinned: pins may take only a part of the pool, and here it is filled.
         promotion = self._engine.promote(self._keys, pin_s=0.0)
         if not promotion.wait(_TIMEOUT_S) or promotion.counts.promoted != self.chunks:
             raise BenchError(f"not every chunk was read: {promotion}")
-
-    def write_plain(self) -> None:
-        """Write the same bytes into one new file."""
-        self._plain_file = next(self._plain_files)
-        fd = os.open(self._plain_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        for row in self._rows:
-            if os.write(fd, row) != len(row):
-                raise BenchError("a plain write was cut short; is the disk full?")
-        os.close(fd)
-
-    def read_plain(self) -> None:
-        """Read them back into the pool's memory."""
-        fd = os.open(self._plain_file, os.O_RDONLY)
-        for row in self._rows:
-            if os.readv(fd, [row]) != len(row):
-                raise BenchError("a plain read was cut short")
-        os.close(fd)
 
     def empty_pool(self) -> None:
         """Leave the chunks on disk alone."""
@@ -134,90 +124,112 @@ class DiskRig:
         wait_until("no puts", lambda: self._engine.stats().put_queue_bytes == 0)
         self._engine.clear({"cpu"})
 
-    def forget_ours(self) -> None:
-        """Write our files to the device and drop them from the page cache."""
-        forget_pages(self._engine_root)
-
-    def forget_plain(self) -> None:
-        """Do the same with the plain files."""
-        forget_pages(self._plain_root)
-
-    def remove_plain(self) -> None:
-        """Remove the plain file, on the device too."""
-        self.forget_plain()
-        self._plain_file.unlink()
-        os.sync()
-
     def close(self) -> None:
         """End the engine."""
         self._engine.close()
 
 
-def puts(root: Path, chunks: int, chunk_bytes: int, rounds: int) -> Iterator[Case]:
-    """Measure puts into a tier that fills, and into one that is full and evicts as much.
+class DirectFiles:
+    """A file for each chunk, opened with O_DIRECT, in one call; nothing else."""
 
-    ``root`` need not exist yet. Leaves ``2 * (rounds + 1)`` times the bytes there.
+    def __init__(self, root: Path, chunks: int, chunk_bytes: int) -> None:
+        root.mkdir(parents=True)
+        self._root = root
+        self._chunk_bytes = chunk_bytes
+        self._memory, self._rows = _memory(chunks, chunk_bytes)
+        self._round = 0
+
+    def new_keys(self) -> None:
+        """Choose names that were never used."""
+        self._round += 1
+
+    def put(self) -> None:
+        """Write all chunks by some threads."""
+        self._by_threads(os.O_WRONLY | os.O_CREAT | os.O_EXCL, os.pwritev)
+
+    def get(self) -> None:
+        """Read them."""
+        self._by_threads(os.O_RDONLY, os.preadv)
+
+    def _by_threads(
+        self, flags: int, call: Callable[[int, Sequence[memoryview], int], int]
+    ) -> None:
+        moved = [0] * _DIRECT_THREADS
+
+        def move(first: int) -> None:
+            for place in range(first, len(self._rows), _DIRECT_THREADS):
+                fd = os.open(f"{self._root}/{self._round}.{place}", flags | os.O_DIRECT, 0o600)
+                moved[first] += call(fd, [self._rows[place]], 0)
+                os.close(fd)
+
+        threads = [threading.Thread(target=move, args=[first]) for first in range(_DIRECT_THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if sum(moved) != len(self._rows) * self._chunk_bytes:
+            raise BenchError("plain files were cut short; is the disk full?")
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _memory(chunks: int, chunk_bytes: int) -> tuple[mmap.mmap, list[memoryview]]:
+    """Return memory, and the rows in it. Not zeros: a device may compress."""
+    memory = mmap.mmap(-1, chunks * chunk_bytes)
+    for start in range(0, len(memory), MIB):
+        piece = random.Random(start).randbytes(min(MIB, len(memory) - start))
+        memory[start : start + len(piece)] = piece
+    view = memoryview(memory)
+    return memory, [view[at : at + chunk_bytes] for at in range(0, len(memory), chunk_bytes)]
+
+
+def disk(root: Path, chunks: int, chunk_bytes: int, rounds: int) -> Iterator[Case]:
+    """Measure puts and cold gets of N chunks at once; leaves the bytes of every round there.
+
+    ``root`` need not exist yet. vLLM's tiering is left out, saying so, where it is not installed.
     """
     of = f"{chunks} x {size(chunk_bytes)}"
-    rig = DiskRig(root / "fills", chunks, chunk_bytes, capacity_chunks=3 * (rounds + 1) * chunks)
+    enough = (2 * rounds + 3) * chunks
+    rig = DiskRig(root / "ours", chunks, chunk_bytes, capacity_chunks=enough)
+    full = DiskRig(root / "full", chunks, chunk_bytes, capacity_chunks=chunks)
+    plain = DirectFiles(root / "plain", chunks, chunk_bytes)
+    vllm = _vllm(root / "vllm", chunks, chunk_bytes)
     try:
-        for label, end in (("into the page cache", None), ("onto the device (sync)", os.sync)):
-            yield _puts(rig, f"disk put, {of}, {label}", rounds, end)
+        if vllm is not None:
+            yield from _compared(rig, vllm, f"{of}, vLLM's tiering", rounds, least_ratio=1.0)
+            full.new_keys()
+            full.put()
+            name = f"disk put, {of}, into a full tier, vLLM's tiering"
+            yield _turns(full, vllm, name, rounds, gets=False, least_ratio=1.0)
+        yield from _compared(rig, plain, f"{of}, plain O_DIRECT", rounds, most_cpu=_MOST_CPU)
     finally:
-        rig.close()
-    rig = DiskRig(root / "full", chunks, chunk_bytes, capacity_chunks=chunks)
+        for each in (rig, full, plain, vllm):
+            if each is not None:
+                each.close()
+
+
+def _vllm(root: Path, chunks: int, chunk_bytes: int) -> Disk | None:
     try:
-        yield _puts(rig, f"disk put, {of}, into a full tier", rounds, None)
-    finally:
-        rig.close()
+        made: Disk = importlib.import_module("bench.engine.vllm_tier").VllmTier(
+            root, chunks, chunk_bytes
+        )
+    except ImportError as error:
+        print(f"vLLM's tiering is left out: {error}", file=sys.stderr)
+        return None
+    return made
 
 
-def _puts(rig: DiskRig, name: str, rounds: int, end: Step | None) -> Case:
-    return in_turns(
-        name,
-        rounds,
-        Contender(step=_in_order(rig.put, end), before=rig.new_keys, after=rig.forget_ours),
-        Contender(step=_in_order(rig.write_plain, end), after=rig.remove_plain),
-        moved_bytes=rig.moved_bytes,
-    )
+def _compared(rig: DiskRig, rival: Disk, name: str, rounds: int, **bars: float) -> Iterator[Case]:
+    yield _turns(rig, rival, f"disk put, {name}", rounds, gets=False, **bars)
+    yield _turns(rig, rival, f"disk get, {name}", rounds, gets=True, **bars)
 
 
-def gets(root: Path, name: str, chunks: int, chunk_bytes: int, rounds: int) -> Iterator[Case]:
-    """Measure the promotion of N chunks at once, out of the page cache and cold.
-
-    ``root`` need not exist yet.
-    """
-    rig = DiskRig(root, chunks, chunk_bytes, capacity_chunks=chunks)
-    of = f"{chunks} x {size(chunk_bytes)}"
-    try:
-        rig.new_keys()
-        rig.put()
-        rig.write_plain()
-        # Dirty pages could not be dropped, and being written while they are
-        # read they would disturb.
-        os.sync()
-        for state in ("page cache", "cold"):
-            is_cold = state == "cold"
-            yield in_turns(
-                f"{name}, {of}, {state}",
-                rounds,
-                Contender(
-                    step=rig.promote,
-                    before=_in_order(rig.empty_pool, rig.forget_ours if is_cold else None),
-                ),
-                Contender(step=rig.read_plain, before=rig.forget_plain if is_cold else None),
-                moved_bytes=rig.moved_bytes,
-            )
-    finally:
-        rig.close()
-
-
-def _in_order(first: Step, second: Step | None) -> Step:
-    if second is None:
-        return first
-
-    def both() -> None:
-        first()
-        second()
-
-    return both
+def _turns(rig: DiskRig, rival: Disk, name: str, rounds: int, *, gets: bool, **bars: float) -> Case:
+    if gets:
+        ours = Contender(step=rig.get, before=rig.empty_pool)
+        limit = Contender(step=rival.get)
+    else:
+        ours = Contender(step=rig.put, before=rig.new_keys)
+        limit = Contender(step=rival.put, before=rival.new_keys)
+    return in_turns(name, rounds, ours, limit, moved_bytes=rig.moved_bytes, **bars)

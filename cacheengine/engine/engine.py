@@ -400,8 +400,7 @@ class CacheEngine:
         # A put that begins later is not asked about.
         for portion in portions([*keys]):
             with self._lock as decider:
-                puts = decider.cascades.get(tier)
-                if puts is not None and any(map(puts.has, portion)):
+                if decider.is_putting(portion, tier):
                     return True
         return False
 

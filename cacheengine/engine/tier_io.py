@@ -130,6 +130,8 @@ MakeThreads = Callable[[str, int], JobRunner]
 class TierIo:
     """Reads, writes and deletes of one tier, each kind queued and done in batches.
 
+    Of a local tier with several paths, those of one path. ``queue`` is one of the index's.
+
     The I/O that was decided under ``lock`` comes back in `start`. A job takes from a queue what
     it finds there, and ends if it finds nothing. Each addition to a queue starts a job, so nothing
     stays in it for ever.
@@ -142,8 +144,9 @@ class TierIo:
         self,
         tier: Tier,
         index: LowerIndex,
-        pool: Pool,
+        queue_name: str,
         *,
+        pool: Pool,
         config: EngineConfig,
         lock: EngineLock,
         clock: Clock,
@@ -151,7 +154,7 @@ class TierIo:
     ) -> None:
         self._tier = tier
         self.index = index
-        self.name = index.name
+        self.name = queue_name
         self._pool = pool
         self._lock = lock
         self._clock = clock
@@ -172,16 +175,10 @@ class TierIo:
         # call.
         self._asker = make_threads(f"kv-find-{self.name}", 1) if is_shared else None
 
-    def info(self) -> wire.TierInfo:
-        """Return the tier's size and speed, under the engine's lock."""
-        reads = self._lock.decider.promoter.reads[self.name].meter
-        return wire.TierInfo(
-            capacity_bytes=self.index.capacity_bytes,
-            used_bytes=self.index.used_bytes,
-            read_bytes_per_s=reads.bytes_per_s(),
-            read_bytes=reads.total_bytes,
-            write_bytes_per_s=self._write_meter.bytes_per_s(),
-        )
+    @property
+    def meters(self) -> tuple[BandwidthMeter, BandwidthMeter]:
+        """Those of reads and of writes, under the engine's lock."""
+        return self._lock.decider.promoter.reads[self.name].meter, self._write_meter
 
     def start(
         self,
@@ -230,8 +227,8 @@ class TierIo:
     def _read_batch(self) -> bool:
         """Read the next batch of the queue; return whether there was more."""
         with self._lock as decider:
-            if self.index.is_suspended:
-                return decider.promoter.give_up(self.index, self._clock())
+            if self.index.is_suspended(self.name):
+                return decider.promoter.give_up(self.index, self.name, self._clock())
             reads = decider.promoter.reads[self.name]
             share = self._share(reads.waiting + reads.begun, self._read_threads)
             entries = decider.promoter.take(self.name, share, self._clock())
@@ -303,7 +300,7 @@ class TierIo:
             # Chunks that were cleared and are not deleted yet must not be there after a restart.
             keys = self.index.keys() if is_final else self.index.order()
         try:
-            self._tier.save(keys, is_final=is_final)
+            self._tier.save(keys, self.index.queues.index(self.name), is_final=is_final)
         except Exception:
             logger.exception("%s tier: its index was not written", self.name)
 
@@ -320,8 +317,8 @@ class TierIo:
         """Delete a portion of the chunks of a cleared tier; return whether there are more."""
         with self._lock as decider:
             keys, is_more = decider.state.take_cleared(self.index, PORTION)
-        if keys:
-            self._delete(keys)
+            # By the threads of their paths, which come before the next portion.
+            decider.state.delete(self.index, keys)
         return is_more
 
     def free_cleared_slots(self) -> None:
@@ -349,13 +346,13 @@ class TierIo:
                 self.index.pinged(is_answered=is_answered)
         with self._lock as decider:
             keys = decider.promotions.take_questions(_QUESTIONS_PER_CALL)
-            is_wanted = not self.index.is_suspended
+            is_wanted = not self.index.is_suspended(self.name)
         while keys:
             found = self._answers(self._tier.find, keys) if is_wanted else []
             self._note_answers(keys, found)
             with self._lock as decider:
                 keys = decider.promotions.take_questions(_QUESTIONS_PER_CALL)
-                is_wanted = not self.index.is_suspended
+                is_wanted = not self.index.is_suspended(self.name)
 
     def _note_answers(self, keys: Sequence[bytes], found: Sequence[bool]) -> None:
         """Note all answers, then advance the promotions that waited for one; a portion at a time.
@@ -421,18 +418,10 @@ class TierStack:
             below.append((self.remote, SharedIndex()))
         self.indexes = [index for _, index in below]
         """The nearest tier's first."""
-        self.io = [
-            TierIo(
-                tier,
-                index,
-                pool,
-                config=config,
-                lock=lock,
-                clock=clock,
-                make_threads=make_threads,
-            )
-            for tier, index in below
-        ]
+        make_io = partial(
+            TierIo, pool=pool, config=config, lock=lock, clock=clock, make_threads=make_threads
+        )
+        self.io = [make_io(tier, index, each) for tier, index in below for each in index.queues]
 
     def start(self, work: PendingWork) -> None:
         """Start the reads, writes, deletes and questions that were decided."""
@@ -442,14 +431,24 @@ class TierStack:
                 work.puts[io.name],
                 work.deletes.get(io.name, ()),
                 has_questions=work.has_questions,
-                is_cleared=io.name in work.clears,
+                is_cleared=io.index.name in work.clears,
             )
-        if CPU in work.clears:
-            self.io[0].free_cleared_slots()
+        for io in self.io if CPU in work.clears else ():
+            io.free_cleared_slots()
 
     def info(self) -> dict[str, wire.TierInfo]:
         """Return size and speed of each tier there is, under the engine's lock."""
-        return {io.name: io.info() for io in self.io if io.index.is_there}
+        return {index.name: self._info(index) for index in self.indexes if index.is_there}
+
+    def _info(self, index: LowerIndex) -> wire.TierInfo:
+        meters = [io.meters for io in self.io if io.index is index]
+        return wire.TierInfo(
+            capacity_bytes=index.capacity_bytes,
+            used_bytes=index.used_bytes,
+            read_bytes_per_s=sum(reads.bytes_per_s() for reads, _ in meters),
+            read_bytes=sum(reads.total_bytes for reads, _ in meters),
+            write_bytes_per_s=sum(writes.bytes_per_s() for _, writes in meters),
+        )
 
     def close(self, drain_s: float) -> bool:
         """Write queued puts for at most ``drain_s``, end the I/O; False if a thread still hangs.
@@ -480,8 +479,8 @@ class TierStack:
         return ended
 
     def _end_local(self, *, saves: bool) -> None:
-        if saves:
-            self.io[0].save_order(is_final=True)
+        for io in self.io if saves else ():
+            io.save_order(is_final=True)
         self.local.close()
 
     def _join(self, join: Callable[[TierIo, float], bool], timeout_s: float) -> bool:
@@ -492,7 +491,13 @@ class TierStack:
 
 def _index_of_stored(local: LocalTier, policy: str) -> LocalIndex:
     """Return an index of the chunks that an earlier run has stored, as far as they fit."""
-    index = LocalIndex(local.capacity_bytes, local.item_bytes, policy=policy)
+    index = LocalIndex(
+        local.capacity_bytes,
+        local.item_bytes,
+        policy=policy,
+        paths=local.paths,
+        path_of=local.path_of,
+    )
     keys = local.scan()
     excess = index.adopt(keys)
     local.delete(excess)

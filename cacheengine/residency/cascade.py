@@ -34,7 +34,7 @@ class _Put:
 
 
 class Cascade:
-    """One tier's puts from being queued to their end, at most ``max_queued`` at once.
+    """The puts of one of a tier's queues until their end, at most ``max_queued`` at once.
 
     An entry whose put is queued or under way is not evicted. After a failure the tier is left
     alone for a while; after the last failure the longest backoff must pass before the tier may
@@ -51,11 +51,13 @@ class Cascade:
         state: CacheState,
         index: LowerIndex,
         max_queued: int,
+        queue: str | None = None,
         *,
         first_use_share: float = _FIRST_USE_SHARE,
     ) -> None:
         self._state = state
         self._index = index
+        self._queue_name = queue or index.name
         self._stats = state.stats.below(index.name)
         self._max_queued = max_queued
         self._max_first_uses = ceil(first_use_share * max_queued)
@@ -66,7 +68,7 @@ class Cascade:
         self._moved_s = float("-inf")
         self._waiting: deque[_Put] = deque()
         self._by_key: dict[bytes, _Put] = {}  # puts under way included
-        state.dropped[index.name] = OrderedDict()
+        state.dropped[self._queue_name] = OrderedDict()
         # Chunks that left the pool after their put was dropped, the first at the front.
         self._lost: OrderedDict[bytes, None] = OrderedDict()
         self._next_number = 0
@@ -75,7 +77,7 @@ class Cascade:
 
     @property
     def _dropped(self) -> OrderedDict[bytes, int]:
-        return self._state.dropped[self._index.name]
+        return self._state.dropped[self._queue_name]
 
     @property
     def queued_bytes(self) -> int:
@@ -128,7 +130,7 @@ class Cascade:
         self._next_number += 1
         self._waiting.append(put)
         self._by_key[entry.key] = put
-        self._state.work.puts[self._index.name] += 1
+        self._state.work.puts[self._queue_name] += 1
 
     def _drop(self, entry: PoolEntry, tries: int, now_s: float) -> None:
         self._stats.put_drops += 1
@@ -268,7 +270,7 @@ class Cascade:
     def cancel(self, keys: Collection[bytes] | None = None) -> None:
         """Have queued puts dropped, of all chunks or of these, when their turn comes."""
         if keys is None:
-            self._state.dropped[self._index.name] = OrderedDict()
+            self._state.dropped[self._queue_name] = OrderedDict()
             self._lost = OrderedDict()
             self._first_wanted = self._next_number
             return

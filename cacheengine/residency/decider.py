@@ -41,10 +41,12 @@ class Decider:
         self.stats = self.state.stats
         self.events = self.state.events
         # Together they must leave the pool room: a chunk that is being put is not evicted.
-        used = sum(index.is_there for index in lower)
+        used = sum(len(index.queues) for index in lower if index.is_there)
         share = max(1, int(put_queue_share * slots) // max(1, used))
         self.cascades: dict[str, Cascade] = {
-            index.name: Cascade(self.state, index, share) for index in lower
+            queue: Cascade(self.state, index, share, queue)
+            for index in lower
+            for queue in index.queues
         }
         remotes = [index for index in lower if isinstance(index, SharedIndex)]
         self.promoter = Promoter(self.state, self.cascades)
@@ -245,8 +247,8 @@ class Decider:
         for entry in entries:
             # It may have been cleared since it became visible.
             if not self.pool.is_hidden(entry):
-                for cascade in self.cascades.values():
-                    cascade.queue(entry, now_s)
+                for index in self.state.lower:
+                    self.cascades[index.queue_of(entry.key)].queue(entry, now_s)
             self.pool.release(entry)
             self.state.remove_if_unwanted(entry, now_s)
 
@@ -286,6 +288,11 @@ class Decider:
             elif not keep_ready:
                 self.pool.end_pin(entry, holder)
                 self.state.remove_if_unwanted(entry, now_s)
+
+    def is_putting(self, keys: Iterable[bytes], tier: str) -> bool:
+        """Whether one of these chunks is on its way into a lower tier."""
+        index = self.state.below(tier)
+        return index is not None and any(self.cascades[index.queue_of(k)].has(k) for k in keys)
 
     def held_in(self, keys: Sequence[bytes], tier: str) -> int:
         index = self._index(tier)
@@ -333,7 +340,8 @@ class Decider:
             dropped[CPU] = self.state.clear_pool() if keys is None else self._clear_pool(keys)
         for index in self.state.lower:
             if tiers is None or index.name in tiers:
-                self.cascades[index.name].cancel(keys)
+                for queue in index.queues:
+                    self.cascades[queue].cancel(keys)
                 is_kept = keep_shared and isinstance(index, SharedIndex)
                 if keys is None or is_kept:
                     dropped[index.name] = self.state.clear_below(index, keep=is_kept)

@@ -86,7 +86,7 @@ class Promotion:
         self.holder = holder
         self.is_demand = is_demand
         self.reads: dict[str, int] = {}
-        """The last of its reads from each tier, by `ReadQueue.number`; under the engine's lock."""
+        """The last of its reads from each queue, by `ReadQueue.number`; under the engine's lock."""
         # Guards the counts and the callbacks: an I/O thread settles while
         # another thread reads or adds a callback.
         self._changed = threading.Condition(threading.Lock())
@@ -152,7 +152,10 @@ class Promotion:
 
 @dataclass(slots=True)
 class PendingWork:
-    """Work that decisions leave to be done outside the lock. Counts and keys are by tier."""
+    """Work that decisions leave to be done outside the lock.
+
+    Counts and keys are by `LowerIndex.queues`.
+    """
 
     gets: Counter[str] = field(default_factory=Counter)
     """How many reads were queued (`Promoter.take`)."""

@@ -1,6 +1,6 @@
 """Which chunks a local tier holds, within its capacity. Pure."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from itertools import islice
 from typing import Final
 
@@ -10,6 +10,8 @@ from cacheengine.tiers.tier import GetOutcome, tier_backoff
 from warmroute_common.backoff import Backoff
 
 _OPERATOR_SHARE: Final = 0.5
+_LOOKED_AT: Final = 64
+"""Chunks among which one of the same path is looked for."""
 _CLEARED: Final = -1
 """The generation of a chunk that was cleared alone: never the current one."""
 
@@ -32,9 +34,17 @@ class LocalIndex(LowerIndex):
     name = "disk"
 
     def __init__(
-        self, capacity_bytes: int, item_bytes: int, *, policy: str = DEFAULT_POLICY
+        self,
+        capacity_bytes: int,
+        item_bytes: int,
+        *,
+        policy: str = DEFAULT_POLICY,
+        paths: int = 1,
+        path_of: Callable[[bytes], int] | None = None,
     ) -> None:
-        """``policy`` is one of `POLICY_NAMES`."""
+        """``policy`` is one of `POLICY_NAMES`; ``path_of``: see `LocalTier.path_of`."""
+        self.queues = [self.name, *(f"{self.name}-{number}" for number in range(1, paths))]
+        self._path_of = path_of if paths > 1 else None
         self.capacity_bytes = capacity_bytes
         self.item_bytes = item_bytes
         self._max_items = capacity_bytes // item_bytes
@@ -67,6 +77,10 @@ class LocalIndex(LowerIndex):
     def _used_items(self) -> int:
         return len(self._items) - len(self._replaced)
 
+    def queue_of(self, key: bytes) -> str:
+        """Return the queue of the path that a chunk belongs to."""
+        return self.queues[self._path_of(key) if self._path_of else 0]
+
     # --- lookups ---
 
     def __contains__(self, key: bytes) -> bool:
@@ -75,8 +89,9 @@ class LocalIndex(LowerIndex):
 
     def can_read(self, key: bytes, now_s: float) -> bool:
         backoff = self._backoffs.get(key)
-        is_left_alone = self.is_suspended or (backoff is not None and backoff.is_on(now_s))
-        return not is_left_alone and key in self
+        if self.is_closed or (backoff is not None and backoff.is_on(now_s)):
+            return False
+        return key in self and not (self.hanging and self.queue_of(key) in self.hanging)
 
     def keys(self) -> list[bytes]:
         """Return the keys that can be found: those set aside, then the next to leave first."""
@@ -121,7 +136,7 @@ class LocalIndex(LowerIndex):
             return []
         assert not self.is_known(key)
         excess = max(0, self._used_items + 1 - self._max_items)
-        victims = [*islice(self._policy.candidates(), excess)]
+        victims = self._victims(excess, self.queue_of(key))
         if len(victims) < excess:
             return None
         for victim in victims:
@@ -131,6 +146,18 @@ class LocalIndex(LowerIndex):
         self._items[key] = self._generation
         self._busy[key] = Activity.WRITING
         return victims
+
+    def _victims(self, count: int, queue: str) -> list[bytes]:
+        """Return chunks to evict, of the same path if there are some among the next to leave.
+
+        Otherwise writing to one path would wait for deletes on another.
+        """
+        if count and self._path_of:
+            near = islice(self._policy.candidates(), _LOOKED_AT + count)
+            own = [*islice((key for key in near if self.queue_of(key) == queue), count)]
+            if len(own) == count:
+                return own
+        return [*islice(self._policy.candidates(), count)]
 
     def publish(self, key: bytes) -> bool:
         self._backoffs.pop(key, None)

@@ -1,7 +1,7 @@
 """The contract of a lower tier's index: which chunks the tier holds, as far as is known."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from enum import Enum, auto
 
 from cacheengine.tiers.tier import GetOutcome
@@ -35,15 +35,20 @@ class LowerIndex(ABC):
     """How much the tier may hold; 0 if that is not known, or nothing."""
     has_breaker: bool = False
     """The tier itself decides for how long a server that fails is left alone."""
-    is_hanging: bool = False
-    """A read has been under way for too long (`Promoter.watch`)."""
+    queues: Sequence[str]
+    """The names of its queues of reads and writes, one for each path that may hang alone."""
+    hanging: frozenset[str] = frozenset()
+    """Queues with a read under way for too long (`Promoter.watch`)."""
     is_closed: bool = False
     """The engine ends."""
 
-    @property
-    def is_suspended(self) -> bool:
-        """Whether nothing is read now."""
-        return self.is_hanging or self.is_closed
+    def queue_of(self, key: bytes) -> str:
+        """Return the queue of a chunk. It is always the same."""
+        return self.queues[0]
+
+    def is_suspended(self, queue: str) -> bool:
+        """Whether nothing of this queue is read now."""
+        return self.is_closed or queue in self.hanging
 
     @property
     def is_there(self) -> bool:

@@ -33,7 +33,7 @@ class Promoter:
         self._state = state
         self._cascades = cascades
         self.reads: dict[str, ReadQueue] = {
-            index.name: ReadQueue(state.chunk_bytes) for index in state.lower
+            queue: ReadQueue(state.chunk_bytes) for index in state.lower for queue in index.queues
         }
 
     def begin_get(
@@ -48,18 +48,19 @@ class Promoter:
         self, entry: PoolEntry, source: LowerIndex, now_s: float, *, is_demand: bool
     ) -> None:
         source.begin_read(entry.key)
-        self.reads[source.name].add(entry, now_s, is_demand=is_demand)
-        self._state.work.gets[source.name] += 1
+        queue = source.queue_of(entry.key)
+        self.reads[queue].add(entry, now_s, is_demand=is_demand)
+        self._state.work.gets[queue] += 1
 
     def join(self, entry: PoolEntry, promotion: Promotion) -> None:
         """Have a promotion wait for an entry that is not ready."""
         self._state.waiters.setdefault(entry.key, []).append(promotion)
-        for tier, reads in self.reads.items():
+        for queue, reads in self.reads.items():
             if entry.key in reads:
                 if promotion.is_demand:
                     reads.hurry(entry.key)
-                last = promotion.reads.get(tier, 0)
-                promotion.reads[tier] = max(last, reads.number(entry.key) or 0)
+                last = promotion.reads.get(queue, 0)
+                promotion.reads[queue] = max(last, reads.number(entry.key) or 0)
 
     def leave(self, entry: PoolEntry, holder: str, now_s: float) -> None:
         """End a holder's wait for an entry; give its read up if nobody else waits."""
@@ -73,13 +74,13 @@ class Promoter:
             return
         self._state.waiters.pop(entry.key, None)
         for index in self._state.lower:
-            if self.reads[index.name].is_waiting(entry.key):
+            if self.reads[index.queue_of(entry.key)].is_waiting(entry.key):
                 self._cancel(index, entry, now_s)
                 self._state.pool.remove(entry)
 
-    def take(self, tier: str, most: int, now_s: float | None = None) -> list[PoolEntry]:
-        """Begin at most ``most`` reads from a tier; `end` must follow. See `ReadQueue.take`."""
-        return self.reads[tier].take(most, now_s)
+    def take(self, queue: str, most: int, now_s: float | None = None) -> list[PoolEntry]:
+        """Begin at most ``most`` reads of a queue; `end` must follow. See `ReadQueue.take`."""
+        return self.reads[queue].take(most, now_s)
 
     def end(
         self,
@@ -92,7 +93,7 @@ class Promoter:
         for entry, outcome in zip(entries, outcomes, strict=True):
             is_whole = outcome is GetOutcome.OK
             moved_bytes = self._state.chunk_bytes if is_whole else 0
-            self.reads[index.name].end(entry.key, now_s, moved_bytes)
+            self.reads[index.queue_of(entry.key)].end(entry.key, now_s, moved_bytes)
             self._count(index, outcome)
             self._end_read(index, entry.key, outcome, now_s)
             # The pool may have been cleared while the bytes came.
@@ -110,7 +111,7 @@ class Promoter:
         state.settle(entry.key, PromotionOutcome.PROMOTED)
         state.emit(CPU, stored=True, keys=[entry.key])
         for index in state.lower[: state.lower.index(source)]:
-            self._cascades[index.name].queue(entry, now_s)
+            self._cascades[index.queue_of(entry.key)].queue(entry, now_s)
         state.remove_if_unwanted(entry, now_s)
 
     def _read_failed(self, entry: PoolEntry, now_s: float) -> None:
@@ -125,38 +126,38 @@ class Promoter:
         state.settle(entry.key, PromotionOutcome.MISSING)
 
     def watch(self, now_s: float) -> bool:
-        """Read nothing from a tier that hangs, and give up what has not begun, a portion.
+        """Read nothing from a path that hangs, and give up what has not begun, a portion.
 
         Returns whether there are more. Reads that have begun keep their slots until they end; then
-        the tier is read again.
+        the path is read again.
         """
         is_more = False
         for index in self._state.lower:
-            was_hanging = index.is_hanging
-            index.is_hanging = self.reads[index.name].is_stuck(now_s)
-            if index.is_hanging and not was_hanging:
+            hanging = frozenset(each for each in index.queues if self.reads[each].is_stuck(now_s))
+            for queue in sorted(hanging - index.hanging):
                 logger.warning(
-                    "%s tier: hangs in a read; nothing more is read until it ends", index.name
+                    "%s tier: hangs in a read; nothing more is read until it ends", queue
                 )
-            elif was_hanging and not index.is_hanging:
-                logger.warning("%s tier: is read again", index.name)
-            if index.is_hanging:
-                is_more |= self.give_up(index, now_s)
+            for queue in sorted(index.hanging - hanging):
+                logger.warning("%s tier: is read again", queue)
+            index.hanging = hanging
+            for queue in hanging:
+                is_more |= self.give_up(index, queue, now_s)
         return is_more
 
-    def give_up(self, index: LowerIndex, now_s: float) -> bool:
+    def give_up(self, index: LowerIndex, queue: str, now_s: float) -> bool:
         """End reads that have not begun, a portion; return whether there are more.
 
         A chunk that another tier has is read from there.
         """
-        for entry in self.reads[index.name].first(PORTION):
+        for entry in self.reads[queue].first(PORTION):
             self._cancel(index, entry, now_s)
             self._read_failed(entry, now_s)
-        return self.reads[index.name].waiting > 0
+        return self.reads[queue].waiting > 0
 
     def _cancel(self, index: LowerIndex, entry: PoolEntry, now_s: float) -> None:
         # That says nothing about the chunk.
-        self.reads[index.name].cancel(entry.key, now_s)
+        self.reads[index.queue_of(entry.key)].cancel(entry.key, now_s)
         self._end_read(index, entry.key, GetOutcome.OK, now_s)
 
     def _end_read(self, index: LowerIndex, key: bytes, outcome: GetOutcome, now_s: float) -> None:
@@ -253,25 +254,26 @@ class PrefixPromotions:
         if entry is not None and self._state.pool.is_ready(entry):
             return None
         source = None if entry else self._state.source(key, now_s)
-        for tier, reads in self._promoter.reads.items():
+        for queue, reads in self._promoter.reads.items():
             number = reads.number(key) if key in reads else None
             if number is not None:
                 return reads.arrival_s(number, now_s)
-            if key in reads or (source is not None and source.name == tier):
-                queued[tier] += 1
-                return reads.backlog_s(queued[tier], now_s)
+            if key in reads or (source is not None and source.queue_of(key) == queue):
+                queued[queue] += 1
+                return reads.backlog_s(queued[queue], now_s)
         # Being stored, or asked for: it will come soon, or not at all.
         return 0.0
 
     def arrival_s(self, promotion: Promotion, now_s: float) -> float:
         reads = self._promoter.reads
         numbers = promotion.reads.items()
-        return max((reads[tier].arrival_s(number, now_s) for tier, number in numbers), default=0.0)
+        arrivals = (reads[queue].arrival_s(number, now_s) for queue, number in numbers)
+        return max(arrivals, default=0.0)
 
     def is_stale(self, key: bytes, now_s: float) -> bool:
         """Whether the speed of the tier that a chunk would be read from is an old measurement."""
         source = self._state.source(key, now_s)
-        return source is not None and self._promoter.reads[source.name].is_stale(now_s)
+        return source is not None and self._promoter.reads[source.queue_of(key)].is_stale(now_s)
 
     def advance(self, prefix: PrefixPromotion, now_s: float) -> bool:
         """Pin ready chunks, join reads under way, begin to read the others; a portion of them.

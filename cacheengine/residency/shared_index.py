@@ -43,6 +43,7 @@ class SharedIndex(LowerIndex):
     """
 
     name = "remote"
+    queues = ("remote",)
     has_breaker = True
 
     def __init__(self, *, max_held: int = _MAX_HELD, max_absent: int = _MAX_ABSENT) -> None:
@@ -83,7 +84,7 @@ class SharedIndex(LowerIndex):
 
     @property
     def _is_left_alone(self) -> bool:
-        return self.is_suspended or self._is_down
+        return self.is_suspended(self.name) or self._is_down
 
     def keys(self) -> list[bytes]:
         return [key for key in self._held if key in self]

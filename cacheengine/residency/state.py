@@ -98,7 +98,7 @@ class CacheState:
         self.events = EventLog()
         self.stats = EngineStats()
         self.dropped: dict[str, OrderedDict[bytes, int]] = {}
-        """By tier: chunks whose dropped put will be tried again, the first dropped at the front,
+        """By queue: chunks whose dropped put will be tried again, the first dropped at the front,
         and how often it was tried."""
         self.waiters: dict[bytes, list[Promotion]] = {}
         """Promotions by the chunk that they wait for, which is on its way into the pool."""
@@ -237,8 +237,8 @@ class CacheState:
 
     def delete(self, index: LowerIndex, keys: Sequence[bytes]) -> None:
         """Have chunks deleted from a lower tier, then `Cascade.deleted`."""
-        if keys:
-            self.work.deletes.setdefault(index.name, []).extend(keys)
+        for key in keys:
+            self.work.deletes.setdefault(index.queue_of(key), []).append(key)
 
     # --- the pool's entries ---
 

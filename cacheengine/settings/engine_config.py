@@ -135,9 +135,9 @@ class EngineConfig:
     """Read and write files with O_DIRECT, bypassing the page cache. Without it Linux keeps copies
     of them in memory that it does not need."""
     disk_read_threads: int = setting(8, parse=parse_int(minimum=1, maximum=256))
-    """Threads that read from the disk tier, at most 256."""
+    """Threads that read from each path of the disk tier, at most 256."""
     disk_write_threads: int = setting(8, parse=parse_int(minimum=1, maximum=256))
-    """Threads that write to the disk tier, at most 256."""
+    """Threads that write to each path of the disk tier, at most 256."""
     put_queue_share: float = setting(0.5, parse=parse_share)
     """Share of the CPU pool that may wait to be written to disk and remote store. Beyond it chunks
     are not written. Chunks that are stored for the first time get three quarters of it."""

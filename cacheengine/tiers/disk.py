@@ -6,7 +6,8 @@ is no fsync: after a power failure a file may be damaged, which reading it detec
 
 The key decides on which path a chunk is stored, and which paths are tried next when that one
 fails. So a failing or full path costs only its own chunks, and paths may be added and removed
-from one start to the next.
+from one start to the next. A path is not touched for chunks that another one holds: one that
+hangs costs only its own chunks, too.
 """
 
 import errno
@@ -38,6 +39,8 @@ _LOCK_WAIT_S: Final = 15.0
 _BATCH_CHUNKS: Final = 32
 _BATCH_BYTES: Final = 4 * 1024 * 1024
 """The most that one call reads: requests wait for a disk only as long as its reads end."""
+_SPARE_BATCHES: Final = 16
+"""Chunks that several threads evict at once, each a batch, leave files for what they write."""
 _NO_SPACE_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -69,13 +72,20 @@ class DiskTier(LocalTier):
         self.capacity_bytes = capacity_bytes
         self.item_bytes = file.file_bytes
         self.batch_chunks = max(1, min(_BATCH_CHUNKS, _BATCH_BYTES // payload_bytes))
-        self._space = DiskSpace(capacity_bytes, file.file_bytes)
+        self._opened_ns = time.time_ns()
+        self._spaces: list[DiskSpace] = []
         self._paths: list[DiskPath] = []
         failed: dict[Path, OSError] = {}
         for root in dict.fromkeys(each.resolve() for each in roots):
             try:
+                space = DiskSpace(
+                    capacity_bytes,
+                    file.file_bytes,
+                    self._spaces,
+                    most_spares=_SPARE_BATCHES * self.batch_chunks,
+                )
                 path = DiskPath(
-                    root, fingerprint, file, self._space, direct=direct, lock_wait_s=lock_wait_s
+                    root, fingerprint, file, space, direct=direct, lock_wait_s=lock_wait_s
                 )
             except DirectoryInUseError:
                 self.close()
@@ -84,6 +94,7 @@ class DiskTier(LocalTier):
                 failed[root] = error
                 continue
             self._paths.append(path)
+            self._spaces.append(space)
         for root, problem in failed.items():
             if not self._paths:
                 raise problem
@@ -98,7 +109,14 @@ class DiskTier(LocalTier):
     @property
     def used_bytes(self) -> int:
         """Bytes that our files take, files that could not be removed included; never too few."""
-        return self._space.used_bytes
+        return sum(space.used_bytes for space in self._spaces)
+
+    @property
+    def paths(self) -> int:
+        return len(self._paths)
+
+    def path_of(self, key: bytes) -> int:
+        return self._order(key)[0]
 
     @property
     def directories(self) -> list[Path]:
@@ -107,18 +125,17 @@ class DiskTier(LocalTier):
 
     def path(self, key: bytes) -> Path:
         """Return the file of a chunk on the path that is tried first."""
-        return self._by_preference(key)[0].file(key)
+        return Path(self._paths[self.path_of(key)].file(key))
 
-    def _by_preference(self, key: bytes) -> "Sequence[DiskPath]":
+    def _order(self, key: bytes) -> Sequence[int]:
         """Order the paths for a key by rendezvous hashing.
 
         Each path gets an equal share of keys, and keeps its keys when paths come and go.
         """
         if len(self._paths) == 1:
-            return self._paths
+            return (0,)
         weights = [xxhash.xxh3_64_intdigest(key, seed) for seed in self._seeds]
-        order = sorted(range(len(weights)), key=weights.__getitem__)
-        return [self._paths[position] for position in order]
+        return sorted(range(len(weights)), key=weights.__getitem__)
 
     def scan(self) -> list[bytes]:
         """Return the keys of complete files, the next to leave first; remove the others.
@@ -134,25 +151,28 @@ class DiskTier(LocalTier):
                     # Written to another path while the first one failed.
                     older, chunks = (path, found) if found[key] <= theirs[key] else (other, theirs)
                     del chunks[key]
-                    self._space.remove_leftover(str(older.file(key)), self.item_bytes)
+                    older.space.remove_leftover(older.file(key), self.item_bytes)
             held[path] = found
-        others = OtherLayouts(self.directories, self.capacity_bytes)
-        self._space.start_with({str(path.directory): held[path] for path in held}, others)
+        for path, chunks in held.items():
+            path.space.start_with(chunks, OtherLayouts([path.directory], self.capacity_bytes))
+        for space in self._spaces:
+            space.shrink_others()
         used_ns: dict[bytes, int] = {}
         for found in held.values():
             used_ns.update(found)
         return sorted(used_ns, key=used_ns.__getitem__)
 
-    def save(self, keys: Sequence[bytes], *, is_final: bool) -> None:
-        """Write each path's index for the next `scan`."""
+    def save(self, keys: Sequence[bytes], path: int = 0, *, is_final: bool) -> None:
+        """Write a path's index for the next `scan`."""
         if is_final:
-            self._space.remove_spares()
-        # Numbers that grow with the order, before all times of what is written from now on.
-        first_ns = time.time_ns() - len(keys)
-        for path in self._paths:
-            held, is_sound = self._space.held(str(path.directory))
-            chunks = [(first_ns + place, key) for place, key in enumerate(keys) if key in held]
-            path.save(chunks, is_exact=is_final and is_sound and len(chunks) == len(held))
+            self._spaces[path].remove_spares()
+        # Numbers that grow with the order, alike on all paths, and before all times of what this
+        # engine writes.
+        first_ns = self._opened_ns - len(keys)
+        held, is_sound = self._spaces[path].held()
+        chunks = [(first_ns + place, key) for place, key in enumerate(keys) if key in held]
+        is_exact = is_final and is_sound and len(chunks) == len(held)
+        self._paths[path].save(chunks, is_exact=is_exact)
 
     def put_many(self, chunks: Sequence[Chunk]) -> list[PutOutcome]:
         """Write each file under a temporary name, then rename it."""
@@ -160,13 +180,11 @@ class DiskTier(LocalTier):
 
     def _put(self, key: bytes, payload: memoryview) -> PutOutcome:
         outcome = PutOutcome.FAILED
-        paths = self._by_preference(key)
-        for path in paths:
-            ended = path.put(key, payload)
+        for position in self._order(key):
+            ended = self._paths[position].put(key, payload)
             if ended is PutOutcome.STORED:
-                for other in paths:
-                    if other is not path:
-                        other.remove(key)
+                for other in self._paths[:position] + self._paths[position + 1 :]:
+                    other.remove(key)
                 return ended
             if ended is PutOutcome.NO_SPACE:
                 outcome = ended
@@ -177,14 +195,11 @@ class DiskTier(LocalTier):
         return [self._get(key, into) for key, into in chunks]
 
     def _get(self, key: bytes, into: memoryview) -> GetOutcome:
-        outcome = GetOutcome.MISSING
-        for path in self._by_preference(key):
-            ended = path.get(key, into)
-            if ended is GetOutcome.OK:
-                return ended
-            if outcome is GetOutcome.MISSING:
-                outcome = ended
-        return outcome
+        first, *rest = (self._paths[position] for position in self._order(key))
+        for path in rest:
+            if not first.may_hold(key) and path.may_hold(key):
+                return path.get(key, into)
+        return first.get(key, into)
 
     def delete(self, keys: Iterable[bytes]) -> None:
         """Remove files. One that cannot be removed stays counted and is tried again later."""
@@ -194,8 +209,8 @@ class DiskTier(LocalTier):
 
     def close(self) -> None:
         """Remove spare files and unlock the directories."""
-        self._space.remove_spares()
         for path in self._paths:
+            path.space.remove_spares()
             path.close()
 
 
@@ -224,7 +239,7 @@ class DiskPath:
         self.directory = root / fingerprint
         self._files = LayoutDirectory(self.directory)
         self._file = file
-        self._space = space
+        self.space = space
         self._failing: set[str] = set()
         # Guards _lock_fd: two puts may find the directory removed at the same time.
         self._relocking = threading.Lock()
@@ -235,9 +250,13 @@ class DiskPath:
         if direct and _can_be_direct(self.directory, file):
             self._flags |= os.O_DIRECT
 
-    def file(self, key: bytes) -> Path:
+    def file(self, key: bytes) -> str:
         """Return the path of a chunk's file, whether it exists or not."""
-        return Path(self._files.file(key))
+        return self._files.file(key)
+
+    def may_hold(self, key: bytes) -> bool:
+        """Whether there may be a file of a chunk here. Makes no system call."""
+        return self.space.may_hold(self._files.file(key), key)
 
     def scan(self) -> dict[bytes, int]:
         """Return the complete files and their times of use; remove the others.
@@ -246,7 +265,7 @@ class DiskPath:
         """
         return self._files.stored(
             self._file.file_bytes,
-            self._space.remove_leftover,
+            self.space.remove_leftover,
             lambda error: self._report("list", error),
         )
 
@@ -264,7 +283,7 @@ class DiskPath:
     def put(self, key: bytes, payload: memoryview) -> PutOutcome:
         """Write a file under a temporary name, then rename it."""
         path = self._files.file(key)
-        draft = self._space.take(path)
+        draft = self.space.take(path)
         if draft is None:
             return PutOutcome.NO_SPACE
         outcome = PutOutcome.FAILED
@@ -284,9 +303,9 @@ class DiskPath:
                 outcome = PutOutcome.NO_SPACE
         finally:
             if outcome is PutOutcome.STORED:
-                self._space.stored(path, key)
+                self.space.stored(path, key)
             else:
-                self._space.failed(path, draft, exists=exists)
+                self.space.failed(path, draft, exists=exists)
         if outcome is PutOutcome.STORED:
             self._report("write", None)
         return outcome
@@ -335,7 +354,7 @@ class DiskPath:
             fd = os.open(name, self._flags | os.O_RDONLY)
         except FileNotFoundError as error:
             if not self._is_unmounted():
-                self._space.vanished(name, key)
+                self.space.vanished(key)
                 return GetOutcome.MISSING
             self._report("read", error)
             return GetOutcome.FAILED
@@ -353,7 +372,7 @@ class DiskPath:
         if is_whole:
             return GetOutcome.OK
         logger.warning("disk tier: removed the damaged file %s", name)
-        self._space.remove(name, key)
+        self.space.remove(name, key)
         return GetOutcome.DAMAGED
 
     def _is_unmounted(self) -> bool:
@@ -362,8 +381,9 @@ class DiskPath:
             return self._lock_fd is not None and is_unmounted(self.directory, self._lock_fd)
 
     def remove(self, key: bytes) -> None:
-        """Remove a file; one that cannot be removed is tried again later."""
-        self._space.recycle(self._files.file(key), key)
+        """Remove a file if there is one; one that cannot be removed is tried again later."""
+        if self.may_hold(key):
+            self.space.recycle(self._files.file(key), key)
 
     def close(self) -> None:
         """Unlock the directory. Idempotent."""

@@ -20,8 +20,7 @@ import os
 import re
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -35,7 +34,6 @@ from cacheengine.tiers.layout_directory import (
 
 logger = logging.getLogger("vllm.warmroute")
 
-_MOST_SPARES: Final = 16
 _RETRIES_A_PUT: Final = 2
 _MOST_REMEMBERED: Final = 100_000
 
@@ -54,24 +52,38 @@ class DraftFile:
 
 
 class DiskSpace:
-    """Counts the files of all paths of one tier, and removes them. Thread-safe.
+    """Counts the files of one path of a tier, and removes them. Thread-safe.
+
+    ``spaces`` are those of all paths, which share ``capacity_bytes``. The lock, which is held
+    during removals, is this path's alone: a path that hangs does not stop the others.
 
     ``used_bytes`` is never less than our files take. A file that somebody else removes stays
     counted until a read, a put or a removal of it finds out. The engine keeps the limit; so puts
-    are refused here only while there are files that cannot be removed.
+    are refused here only while there are files that the engine does not count.
     """
 
-    def __init__(self, capacity_bytes: int, item_bytes: int) -> None:
+    def __init__(
+        self,
+        capacity_bytes: int,
+        item_bytes: int,
+        spaces: "Sequence[DiskSpace]",
+        *,
+        most_spares: int,
+    ) -> None:
         self._capacity_bytes = capacity_bytes
         self._item_bytes = item_bytes
+        self._spaces = spaces
         # Held during removals, too: otherwise two puts could count on the same space.
         self._lock = threading.Lock()
-        self._used_bytes = 0
-        # The counted chunks whose files have their final names, by directory. The keys are the
-        # engine's own objects.
-        self._held: defaultdict[str, set[bytes]] = defaultdict(set)
+        self.used_bytes = 0
+        """Bytes that our files take, including spares and files that could not be removed."""
+        # The counted chunks whose files have their final names. The keys are the engine's own
+        # objects.
+        self._held: set[bytes] = set()
         self._others = OtherLayouts([], capacity_bytes)
-        self._spares: defaultdict[str, list[str]] = defaultdict(list)
+        self._others_bytes = 0
+        self._spares: list[str] = []
+        self._most_spares = most_spares
         self._spare_numbers = itertools.count()
         # Files that could not be removed, with their sizes, in the order of the attempts.
         self._stuck: dict[str, int] = {}
@@ -79,26 +91,37 @@ class DiskSpace:
         self._being_written: set[str] = set()
         self._has_lost_some = False
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes that our files take, including spares and files that could not be removed."""
+    def start_with(self, held: Iterable[bytes], others: "OtherLayouts") -> None:
+        """Count what is on disk. Other layouts may use the space that is left."""
         with self._lock:
-            return self._used_bytes
-
-    def start_with(self, held: Mapping[str, Iterable[bytes]], others: "OtherLayouts") -> None:
-        """Count what is on disk, by directory. Other layouts may use the space that is left."""
-        with self._lock:
-            for directory, keys in held.items():
-                self._held[directory] = set(keys)
-                self._used_bytes += len(self._held[directory]) * self._item_bytes
+            self._held = set(held)
+            self.used_bytes += len(self._held) * self._item_bytes
             self._others = others
+            self._others_bytes = others.used_bytes
+
+    def shrink_others(self) -> None:
+        """Remove chunks of other layouts that are too many now."""
+        with self._lock:
             self._shrink_others()
 
-    def held(self, directory: str) -> tuple[set[bytes], bool]:
-        """Return the chunks counted in a directory, and whether it has no other files of ours."""
+    def held(self) -> tuple[set[bytes], bool]:
+        """Return the chunks that are counted, and whether there are no other files of ours."""
         with self._lock:
-            is_sound = not (self._stuck or self._has_lost_some or self._spares[directory])
-            return {*self._held[directory]}, is_sound
+            return {*self._held}, not (self._stuck or self._has_lost_some or self._spares)
+
+    def may_hold(self, path: str, key: bytes) -> bool:
+        """Whether there may be a file of a chunk here. Does not wait for other calls."""
+        return key in self._held or path in self._stuck
+
+    @property
+    def _excess_bytes(self) -> int:
+        used_bytes = sum(each.used_bytes + each._others_bytes for each in self._spaces)
+        return max(0, used_bytes - self._capacity_bytes)
+
+    @property
+    def _has_uncounted(self) -> bool:
+        """Whether there are files that the engine does not count."""
+        return bool(self._stuck or self._has_lost_some or self._spares or self._others_bytes)
 
     def take(self, path: str) -> DraftFile | None:
         """Count a chunk's file before it is written; return None if there is no space.
@@ -107,9 +130,8 @@ class DiskSpace:
         """
         with self._lock:
             self._retry()
-            spares = self._spares[_directory_of(path)]
-            if spares:
-                draft = DraftFile(spares.pop(), is_spare=True)
+            if self._spares:
+                draft = DraftFile(self._spares.pop(), is_spare=True)
             elif self._may_grow():
                 draft = DraftFile(path + TEMPORARY_SUFFIX, is_spare=False)
             else:
@@ -119,19 +141,15 @@ class DiskSpace:
             return draft
 
     def _may_grow(self) -> bool:
-        """Count one more file, and free space for it if possible."""
-        self._used_bytes += self._item_bytes
-        for spare in [each for spares in self._spares.values() for each in spares]:
-            if self._used_bytes <= self._capacity_bytes:
-                break
-            self._spares[_directory_of(spare)].remove(spare)
-            self._remove(spare, self._item_bytes)
+        """Count one more file, and free space for it if possible.
+
+        Spares and other layouts on another path stay: that path may hang. A put there uses them.
+        """
+        self.used_bytes += self._item_bytes
         self._shrink_others()
-        if self._used_bytes + self._others.used_bytes <= self._capacity_bytes:
+        if not self._excess_bytes or not any(each._has_uncounted for each in self._spaces):
             return True
-        if not self._stuck and not self._has_lost_some and not self._others.used_bytes:
-            return True
-        self._used_bytes -= self._item_bytes
+        self.used_bytes -= self._item_bytes
         return False
 
     def stored(self, path: str, key: bytes) -> None:
@@ -139,46 +157,44 @@ class DiskSpace:
         with self._lock:
             self._being_written.discard(path)
             # The rename replaced the file that was there.
-            self._used_bytes -= self._stuck.pop(path, 0)
-            self._forget(path, key)
-            self._held[_directory_of(path)].add(key)
+            self.used_bytes -= self._stuck.pop(path, 0)
+            self._forget(key)
+            self._held.add(key)
 
-    def vanished(self, path: str, key: bytes) -> None:
+    def vanished(self, key: bytes) -> None:
         """Record that a chunk's file does not exist, although it may be counted."""
         with self._lock:
-            self._forget(path, key)
+            self._forget(key)
 
-    def _forget(self, path: str, key: bytes) -> None:
+    def _forget(self, key: bytes) -> None:
         """Subtract a file that is gone, if it is counted."""
-        held = self._held[_directory_of(path)]
-        if key in held:
-            held.remove(key)
-            self._used_bytes -= self._item_bytes
+        if key in self._held:
+            self._held.remove(key)
+            self.used_bytes -= self._item_bytes
 
     def failed(self, path: str, draft: DraftFile, *, exists: bool) -> None:
         """Record that a file was not written; remove its draft."""
         with self._lock:
             self._being_written.discard(path)
             if not exists or not self._remove(draft.path, self._item_bytes):
-                self._used_bytes -= self._item_bytes
+                self.used_bytes -= self._item_bytes
 
     def recycle(self, path: str, key: bytes) -> None:
         """Remove an intact chunk; its file may be kept as a spare."""
         with self._lock:
-            spares = self._spares[_directory_of(path)]
-            if len(spares) < _MOST_SPARES:
+            if len(self._spares) < self._most_spares:
                 number = next(self._spare_numbers)
                 spare = f"{path}.{number}{TEMPORARY_SUFFIX}"
                 try:
                     os.rename(path, spare)
                 except FileNotFoundError:
-                    self._forget(path, key)
+                    self._forget(key)
                     return
                 except OSError:
                     pass  # removing it below fails, too, most likely, and is then logged
                 else:
-                    spares.append(spare)
-                    self._held[_directory_of(path)].discard(key)
+                    self._spares.append(spare)
+                    self._held.discard(key)
                     return
             self._remove_chunk(path, key)
 
@@ -189,21 +205,20 @@ class DiskSpace:
 
     def _remove_chunk(self, path: str, key: bytes) -> None:
         if self._remove(path, self._item_bytes):
-            self._held[_directory_of(path)].discard(key)
+            self._held.discard(key)
         else:
-            self._forget(path, key)
+            self._forget(key)
 
     def remove_leftover(self, path: str, size_bytes: int) -> None:
         """Remove, in the same way, a file of any size that is not counted yet."""
         with self._lock:
-            self._used_bytes += size_bytes
+            self.used_bytes += size_bytes
             self._remove(path, size_bytes)
 
     def remove_spares(self) -> None:
         with self._lock:
-            for spares in self._spares.values():
-                while spares:
-                    self._remove(spares.pop(), self._item_bytes)
+            while self._spares:
+                self._remove(self._spares.pop(), self._item_bytes)
 
     def _remove(self, path: str, size_bytes: int) -> bool:
         """Remove a file and subtract its size; return False if there was no file."""
@@ -218,7 +233,7 @@ class DiskSpace:
             else:
                 self._has_lost_some = True
         else:
-            self._used_bytes -= size_bytes
+            self.used_bytes -= size_bytes
         return True
 
     def _retry(self) -> None:
@@ -228,13 +243,10 @@ class DiskSpace:
             self._remove(path, self._stuck.pop(path))
 
     def _shrink_others(self) -> None:
-        budget_bytes = max(0, self._capacity_bytes - self._used_bytes)
-        if self._others.used_bytes > budget_bytes:
-            self._others.shrink_to(budget_bytes)
-
-
-def _directory_of(file: str) -> str:
-    return file.rsplit("/", 2)[0]
+        excess_bytes = self._excess_bytes
+        if excess_bytes and self._others_bytes:
+            self._others.shrink_to(max(0, self._others_bytes - excess_bytes))
+            self._others_bytes = self._others.used_bytes
 
 
 def _unlink(path: str) -> bool:

@@ -9,7 +9,7 @@ Who calls what, and when (guaranteed by the engine):
    engine's I/O threads, several at once. They block. `SharedTier.purge` is called by any thread.
 3. At most one operation on a key of a tier runs at a time, except several gets, and `purge`.
 4. `LocalTier.save` is called by one of these threads, and at last by the thread that closes the
-   engine, when they have ended.
+   engine, when they have ended. Calls for one path of a local tier have threads of their own.
 5. The memory of a chunk stays valid, and the bytes of a put do not change, until the call returns.
 6. `Tier.close` is called last. Other calls may still run; they fail.
 
@@ -102,6 +102,15 @@ class LocalTier(Tier):
     item_bytes: int
     """Bytes that one chunk takes of the capacity, headers included."""
 
+    @property
+    def paths(self) -> int:
+        """How many paths there are that can hang independently of each other."""
+        return 1
+
+    def path_of(self, key: bytes) -> int:
+        """Return the path that a chunk belongs to. It is always the same."""
+        return 0
+
     @abstractmethod
     def scan(self) -> list[bytes]:
         """Return the keys left by an earlier process, the next to leave first.
@@ -109,10 +118,11 @@ class LocalTier(Tier):
         Removes incomplete chunks.
         """
 
-    def save(self, keys: Sequence[bytes], *, is_final: bool) -> None:
-        """Keep the order in which chunks leave, the next one first, for a later `scan`.
+    def save(self, keys: Sequence[bytes], path: int = 0, *, is_final: bool) -> None:
+        """Keep the order in which chunks leave a path, the next one first, for a later `scan`.
 
-        ``is_final``: no other call but `close` runs or follows. Blocks.
+        ``is_final``: no other call but `close` runs or follows. Blocks. Keys of other paths are
+        ignored.
         """
 
 

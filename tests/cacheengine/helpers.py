@@ -63,6 +63,8 @@ def config(
         local_disk=(disk,) if disk else (),
         max_local_disk_size=disk_items_gb(disk_items) if disk else 0.0,
         put_queue_share=share,
+        disk_read_threads=4,
+        disk_write_threads=2,
     )
 
 

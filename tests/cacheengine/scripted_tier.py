@@ -78,7 +78,7 @@ class ScriptedTier(Scripted, LocalTier):
         self.saves.set()
         self.saved: list[bytes] | None = None
 
-    def save(self, keys: Sequence[bytes], *, is_final: bool) -> None:
+    def save(self, keys: Sequence[bytes], path: int = 0, *, is_final: bool) -> None:
         assert self.saves.wait(20)
         self.saved = [*keys] if is_final else self.saved
 

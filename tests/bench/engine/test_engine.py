@@ -2,13 +2,14 @@
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bench.engine import __main__ as bench
 from bench.engine.cases import Case, Contender, as_json, in_turns, table
-from bench.engine.disk import DiskRig, gets, puts
+from bench.engine.disk import DirectFiles, DiskRig, disk
 from bench.engine.index import FullTier, index, key_of
 from bench.engine.kept import kept
 
@@ -19,6 +20,12 @@ def case(ours: list[float], limit: list[float], *, bar: float | None = None) -> 
 
 def test_the_ratio_is_that_of_speeds_round_by_round() -> None:
     assert case([2.0, 10.0, 4.0], [1.0, 10.0, 1.0]).ratio == 0.5
+
+
+@pytest.mark.parametrize(("cpu", "met"), [(1.5, True), (1.6, False)])
+def test_a_bar_of_processor_time_counts_and_not_the_speed(cpu: float, met: bool) -> None:
+    slow = replace(case([9.0], [1.0]), ours_cpu=[cpu], limit_cpu=[1.0], most_cpu=1.5)
+    assert slow.is_met is met
 
 
 @pytest.mark.parametrize(
@@ -49,23 +56,26 @@ def test_each_turn_is_timed_in_each_round_between_what_is_not() -> None:
     assert lengths == {2}
 
 
-def test_the_put_cases_move_every_byte_and_a_full_tier_stays_full(tmp_path: Path) -> None:
-    cases = list(puts(tmp_path, chunks=3, chunk_bytes=8192, rounds=2))
-    assert [each.name.split(", ")[-1] for each in cases] == [
-        "into the page cache",
-        "onto the device (sync)",
-        "into a full tier",
+def test_the_disk_cases_move_every_byte_and_a_full_tier_stays_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def same_files(root: Path, chunks: int, chunk_bytes: int) -> DirectFiles:
+        return DirectFiles(root, chunks, chunk_bytes)
+
+    monkeypatch.setattr("bench.engine.disk._vllm", same_files)
+    cases = list(disk(tmp_path, chunks=3, chunk_bytes=8192, rounds=2))
+    assert [each.name for each in cases] == [
+        "disk put, 3 x 8 KiB, vLLM's tiering",
+        "disk get, 3 x 8 KiB, vLLM's tiering",
+        "disk put, 3 x 8 KiB, into a full tier, vLLM's tiering",
+        "disk put, 3 x 8 KiB, plain O_DIRECT",
+        "disk get, 3 x 8 KiB, plain O_DIRECT",
     ]
     assert all(each.moved_bytes == 3 * 8192 for each in cases)
     assert all(len(each.ours) == len(each.limit) == 2 for each in cases)
-    # Two cases of 3 rounds (the first is not counted) filled one, the third case the other.
-    assert len(list((tmp_path / "fills").rglob("*.kv"))) == 2 * 3 * 3
+    # Two cases of 3 rounds (the first is not counted) filled one.
+    assert len(list((tmp_path / "ours").rglob("*.kv"))) == 2 * 3 * 3
     assert len(list((tmp_path / "full").rglob("*.kv"))) == 3
-
-
-def test_the_get_cases_read_warm_and_cold(tmp_path: Path) -> None:
-    names = [each.name for each in gets(tmp_path, "get", 3, chunk_bytes=4096, rounds=1)]
-    assert names == ["get, 3 x 4 KiB, page cache", "get, 3 x 4 KiB, cold"]
 
 
 def test_a_kept_pool_is_sealed_and_served_after_a_restart() -> None:
@@ -82,12 +92,12 @@ def test_what_is_promoted_is_what_was_put(tmp_path: Path) -> None:
     rig = DiskRig(tmp_path, 3, 4096, capacity_chunks=3)
     rig.new_keys()
     rig.put()
-    before = [bytes(row) for row in rig._rows]
+    before = [bytes(row) for row in rig.rows]
     rig.empty_pool()
-    for row in rig._rows:
+    for row in rig.rows:
         row[:] = bytes(len(row))
-    rig.promote()
-    assert sorted(bytes(row) for row in rig._rows) == sorted(before)
+    rig.get()
+    assert sorted(bytes(row) for row in rig.rows) == sorted(before)
     rig.close()
 
 
@@ -131,14 +141,13 @@ def test_all_of_it_in_miniature(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("vllm")
     out = tmp_path / "engine.json"
-    sizes = {"chunks": 3, "chunk-bytes": 131072, "prefix-chunks": 4, "index-chunks": 100}
+    sizes = {"chunks": 3, "chunk-bytes": 131072, "disk-bytes": 131072, "index-chunks": 100}
     arguments = [f"--{name}={value}" for name, value in sizes.items()]
     assert bench.main([*arguments, "--rounds=1", f"--dir={tmp_path}", f"--json={out}"]) == 0
     names = [each["name"] for each in json.loads(out.read_text())["cases"]]
     assert [sum(name.startswith(each) for name in names) for each in ("cpu", "disk", "index")] == [
         8,
-        10,
+        4 * 5,
         4,
     ]
-    assert sum(name.startswith("prefetch of 15k tokens") for name in names) == 2
     assert len(set(names)) == len(names)

@@ -491,7 +491,7 @@ def test_closing_takes_nothing_off_the_disk(make_bench: MakeBench, tier: Scripte
     wait_until(lambda: tier.get_count > 0)
     closing = threading.Thread(target=bench.engine.close)
     closing.start()
-    wait_until(lambda: tier_stack(bench.engine).io[0].index.is_suspended)
+    wait_until(lambda: tier_stack(bench.engine).io[0].index.is_suspended("disk"))
     tier.gets.set()
     closing.join(20)
     assert promotion.done

@@ -146,7 +146,8 @@ def test_the_order_is_kept_over_all_paths(tmp_path: Path) -> None:
     for chunk in many:
         put(tier, chunk)
     random.Random(1).shuffle(many)
-    tier.save(many, is_final=True)
+    for path in range(tier.paths):
+        tier.save(many, path, is_final=True)
     tier.close()
     again = open_disk(*roots)
     assert again.scan() == many

@@ -135,12 +135,12 @@ def test_what_was_removed_makes_room_without_a_new_file(tier: DiskTier, tmp_path
 
 
 def test_spare_files_are_few_and_gone_at_the_end(tmp_path: Path) -> None:
-    tier = _open(tmp_path, chunks=100)
+    tier = _open(tmp_path, chunks=1000)
     tier.scan()
-    for number in range(60):
+    for number in range(600):
         put(tier, key(number))
-    tier.delete(keys(*range(60)))
-    assert bytes_under(tmp_path) == tier.used_bytes <= 16 * ITEM_BYTES
+    tier.delete(keys(*range(600)))
+    assert bytes_under(tmp_path) == tier.used_bytes == 16 * tier.batch_chunks * ITEM_BYTES
     tier.close()
     assert bytes_under(tmp_path) == 0
 
