@@ -465,9 +465,9 @@ class CacheEngine:
 
         After `clear`. Waits for I/O. Returns how many there were, None if some may be left.
         """
-        return (
-            None if self._remote is None else self._remote.purge(None if keys is None else [*keys])
-        )
+        if self._remote is None:
+            return None
+        return self._remote.purge(None if keys is None else [*keys])
 
     def snapshot(self) -> wire.Snapshot:
         """Return all keys by tier; the events after its number continue from there."""
