@@ -486,7 +486,7 @@ class CacheEngine:
         shard = 0
         while shard < SHARDS:
             with self._lock as decider:
-                part, shard = decider.state.listed_keys(tier, shard)
+                part, shard = decider.state.reported[tier].listed(shard)
             packed.append(wire.pack_keys(map(key64, part)))
         return b"".join(packed)
 
