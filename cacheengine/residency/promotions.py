@@ -68,8 +68,8 @@ class Promoter:
                 self._cancel(index, entry, now_s)
                 self._state.pool.remove(entry)
 
-    def take(self, tier: str, most: int, now_s: float | None = None) -> list[PoolEntry]:
-        """Begin at most ``most`` reads from a tier; `end` must follow. See `ReadQueue.take`."""
+    def take(self, tier: str, most: int, now_s: float) -> list[PoolEntry]:
+        """Begin at most ``most`` reads from a tier; `end` must follow for each."""
         return self.reads[tier].take(most, now_s)
 
     def end(
