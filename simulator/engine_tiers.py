@@ -7,45 +7,15 @@ as vLLM's connector notes them for its KV events.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from cacheengine.engine.promotion_waits import PIN_S, Promotes, PromotionWaits
-from cacheengine.residency.decisions import Presence, StoreReservation
-from cacheengine.residency.pool_index import Holder
+from cacheengine.engine.engine import CacheEngine
+from cacheengine.engine.promotion_waits import PIN_S, PromotionWaits
+from cacheengine.residency.decisions import Presence
 from simulator.model.lower_tier_view import LoadableTokens
 from simulator.model.sim_request import SimRequest
-
-
-class SchedulerEngine(Promotes, Protocol):
-    """What of `cacheengine.engine.CacheEngine` a scheduler calls."""
-
-    def lookup(self, key: bytes) -> Presence:
-        """Say where a chunk is."""
-
-    def try_hold(self, key: bytes) -> int | None:
-        """Hold a chunk if it is ready."""
-
-    def hold(
-        self, keys: Sequence[bytes], *, held_before: bool = False, holder: Holder = None
-    ) -> list[int]:
-        """Keep chunks until `release`; return their slots; end the holder's pins."""
-
-    def release(self, keys: Collection[bytes]) -> None:
-        """End one hold of each chunk."""
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """Note a use of chunks."""
-
-    def prepare_store(self, keys: Sequence[bytes]) -> StoreReservation | None:
-        """Reserve slots for those of the chunks that are not there."""
-
-    def complete_store(self, keys: Collection[bytes]) -> None:
-        """Make reserved chunks visible."""
-
-    def match(self, keys: Sequence[bytes]) -> list[str]:
-        """Return the tier of each chunk, up to the first that is nowhere."""
 
 
 @dataclass(slots=True)
@@ -67,7 +37,7 @@ class EngineTiers:
 
     def __init__(
         self,
-        engine: SchedulerEngine,
+        engine: CacheEngine,
         *,
         chunk_tokens: int,
         view: Callable[[int], memoryview] | None = None,

@@ -79,7 +79,7 @@ class ModelDisk:
         if self._is_reading:
             return
         with self._lock as decider:
-            entries = decider.promoter.take(_DISK, _READ_BATCH)
+            entries = decider.promoter.take(_DISK, _READ_BATCH, self._loop.time())
         if not entries:
             return
         self._is_reading = True

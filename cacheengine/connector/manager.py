@@ -327,7 +327,9 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         if not self.keys.may_load(req_context):
             return LookupResult.MISS
         chunk = self.keys.stored_key(key, req_context)
-        if self._hold(chunk):
+        if chunk not in self._step_holds and self.engine.try_hold(chunk) is not None:
+            self._step_holds.add(chunk)
+        if chunk in self._step_holds:
             self.waits.found(req_context.req_id, chunk)
             return LookupResult.HIT
         match self.engine.lookup(chunk):
@@ -340,12 +342,6 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
             case Presence.PENDING | Presence.CPU:
                 # CPU: the chunk became ready after try_hold; the next step holds it.
                 return self._want(key, None, chunk, req_context)
-
-    def _hold(self, chunk: bytes) -> bool:
-        """Hold a chunk until the step ends, if it is ready."""
-        if chunk not in self._step_holds and self.engine.try_hold(chunk) is not None:
-            self._step_holds.add(chunk)
-        return chunk in self._step_holds
 
     def _want(
         self, key: OffloadKey, tier: str | None, chunk: bytes, req_context: ReqContext

@@ -464,9 +464,9 @@ class CacheEngine:
 
         After `clear`. Waits for I/O. Returns how many there were, None if some may be left.
         """
-        return (
-            None if self._remote is None else self._remote.purge(None if keys is None else [*keys])
-        )
+        if self._remote is None:
+            return None
+        return self._remote.purge(None if keys is None else [*keys])
 
     def snapshot(self) -> wire.Snapshot:
         """Return all keys by tier; the events after its number continue from there."""
@@ -485,7 +485,7 @@ class CacheEngine:
         shard = 0
         while shard < SHARDS:
             with self._lock as decider:
-                part, shard = decider.state.listed_keys(tier, shard)
+                part, shard = decider.state.reported[tier].listed(shard)
             packed.append(wire.pack_keys(map(key64, part)))
         return b"".join(packed)
 

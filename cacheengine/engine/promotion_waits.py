@@ -10,44 +10,19 @@ in the pool, after the end of the next pin. Of a prompt the prefix is loaded tha
 rest is computed. No wait is longer than computing takes (`_GRACE_S` later, at the latest).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Final, Protocol
+from typing import Final
 
+from cacheengine.engine.engine import CacheEngine
 from cacheengine.residency.decisions import Promotion
-from cacheengine.residency.pool_index import Holder
 
 PIN_S: Final = 10.0
 """How long chunks promoted for a request stay pinned if it never comes back."""
 _GRACE_S: Final = 0.25
 """A small model computes a prompt faster than a busy disk answers: this late, it still answers."""
 _LONGEST_S: Final = 60.0
-
-
-class Promotes(Protocol):
-    """The calls of `CacheEngine`, which describes them, that are used here."""
-
-    def promote(
-        self,
-        keys: Sequence[bytes],
-        *,
-        pin_s: float,
-        holder: Holder = None,
-        is_demand: bool = False,
-    ) -> Promotion: ...
-
-    def arrivals(self, keys: Sequence[bytes]) -> list[float | None]: ...
-
-    def arrival_s(self, promotion: Promotion) -> float: ...
-
-    def measure_again(self, keys: Sequence[bytes]) -> None: ...
-
-    def may_promote(self) -> bool: ...
-
-    def room_s(self) -> float: ...
-
-    def leave(self, keys: Iterable[bytes], holder: str, *, keep_ready: bool = False) -> None: ...
 
 
 @dataclass(slots=True)
@@ -110,7 +85,7 @@ class PromotionWaits:
 
     def __init__(
         self,
-        engine: Promotes,
+        engine: CacheEngine,
         clock: Callable[[], float],
         *,
         pin_s: float = PIN_S,

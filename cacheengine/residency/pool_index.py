@@ -241,7 +241,7 @@ class PoolIndex:
 
     def hide(self, entry: PoolEntry) -> None:
         """Clear one entry: end its pins, and hide it until `remove`."""
-        self.unpin(entry)
+        self._keep_leases(entry, {})
         self.operator_unpin(entry.key)
         if entry.state is EntryState.READY:
             self._policy.remove(entry.key)
@@ -396,10 +396,6 @@ class PoolIndex:
         entry.awaited -= entry.awaited > 0
         if not entry.awaited:
             self.end_pin(entry, None)
-
-    def unpin(self, entry: PoolEntry) -> None:
-        """End all holders' pins of an entry; an operator's stays."""
-        self._keep_leases(entry, {})
 
     def end_pin(self, entry: PoolEntry, holder: Holder) -> None:
         """End one holder's pin, if it has one."""

@@ -36,17 +36,8 @@ class Promoter:
             queue: ReadQueue(state.chunk_bytes) for index in state.lower for queue in index.queues
         }
 
-    def begin_get(
-        self, key: bytes, source: LowerIndex, now_s: float, *, is_demand: bool
-    ) -> PoolEntry:
-        """Take a free slot for a chunk, and queue its read from a tier."""
-        entry = self._state.pool.add(key, EntryState.PROMOTING)
-        self._queue(entry, source, now_s, is_demand=is_demand)
-        return entry
-
-    def _queue(
-        self, entry: PoolEntry, source: LowerIndex, now_s: float, *, is_demand: bool
-    ) -> None:
+    def queue(self, entry: PoolEntry, source: LowerIndex, now_s: float, *, is_demand: bool) -> None:
+        """Queue the read of an entry from a tier."""
         source.begin_read(entry.key)
         queue = source.queue_of(entry.key)
         self.reads[queue].add(entry, now_s, is_demand=is_demand)
@@ -78,8 +69,8 @@ class Promoter:
                 self._cancel(index, entry, now_s)
                 self._state.pool.remove(entry)
 
-    def take(self, queue: str, most: int, now_s: float | None = None) -> list[PoolEntry]:
-        """Begin at most ``most`` reads of a queue; `end` must follow. See `ReadQueue.take`."""
+    def take(self, queue: str, most: int, now_s: float) -> list[PoolEntry]:
+        """Begin at most ``most`` reads of a queue; `end` must follow for each."""
         return self.reads[queue].take(most, now_s)
 
     def end(
@@ -120,7 +111,7 @@ class Promoter:
         waiters = state.waiters.get(entry.key, ())
         if source is not None and waiters:
             # Another tier has it, too: the one that failed cannot be read for now.
-            self._queue(entry, source, now_s, is_demand=any(each.is_demand for each in waiters))
+            self.queue(entry, source, now_s, is_demand=any(each.is_demand for each in waiters))
             return
         state.pool.remove(entry)
         state.settle(entry.key, PromotionOutcome.MISSING)
@@ -351,8 +342,9 @@ class PrefixPromotions:
         if not is_allowed or not pool.free_slots:
             self._state.stats.promote_drops += 1
             return None
-        is_demand = prefix.promotion.is_demand
-        return self._promoter.begin_get(prefix.key, source, now_s, is_demand=is_demand)
+        entry = pool.add(prefix.key, EntryState.PROMOTING)
+        self._promoter.queue(entry, source, now_s, is_demand=prefix.promotion.is_demand)
+        return entry
 
     # --- questions ---
 

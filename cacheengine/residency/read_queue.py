@@ -37,8 +37,6 @@ class ReadQueue:
         self._last = 0
         # Since when, the oldest first.
         self._begun: dict[bytes, float] = {}
-        # The last time that a read was queued or ended.
-        self._changed_s = -inf
         # When the last read ended; of an idle queue, when it became busy.
         self._moved_s = -inf
         self._ended_s = -inf
@@ -63,7 +61,6 @@ class ReadQueue:
     def add(self, entry: PoolEntry, now_s: float, *, is_demand: bool) -> None:
         if not self._begun and not self.waiting:
             self._moved_s = now_s
-        self._changed_s = now_s
         self.meter.start(now_s)
         self._others[entry.key] = entry
         if is_demand:
@@ -76,25 +73,22 @@ class ReadQueue:
             self._last += 1
             self._demand[key] = (self._last, entry)
 
-    def take(self, most: int, now_s: float | None = None) -> list[PoolEntry]:
-        """Begin at most ``most`` reads; `end` must follow for each.
-
-        ``now_s``: None when the last read was queued or ended.
-        """
+    def take(self, most: int, now_s: float) -> list[PoolEntry]:
+        """Begin at most ``most`` reads; `end` must follow for each."""
         taken: list[PoolEntry] = []
         while len(taken) < most and self.waiting:
             if self._demand:
                 entry = self._demand.popitem(last=False)[1][1]
             else:
                 entry = self._others.popitem(last=False)[1]
-            self._begun[entry.key] = self._changed_s if now_s is None else now_s
+            self._begun[entry.key] = now_s
             taken.append(entry)
         return taken
 
     def end(self, key: bytes, now_s: float, moved_bytes: int) -> None:
         """Note that a read has ended, and how many bytes it brought."""
         del self._begun[key]
-        self._changed_s = self._moved_s = self._ended_s = now_s
+        self._moved_s = self._ended_s = now_s
         self.meter.stop(now_s, moved_bytes)
 
     def cancel(self, key: bytes, now_s: float) -> None:

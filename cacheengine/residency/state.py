@@ -103,14 +103,12 @@ class CacheState:
         self.waiters: dict[bytes, list[Promotion]] = {}
         """Promotions by the chunk that they wait for, which is on its way into the pool."""
         self._work: PendingWork | None = None
-        self._reported: dict[str, ReportedKeys] = {
+        self.reported: dict[str, ReportedKeys] = {
             index.name: ReportedKeys(index.keys()) for index in lower
         }
-        self._reported[CPU] = ReportedKeys()
+        self.reported[CPU] = ReportedKeys()
         # Of tiers that were cleared whole: keys whose chunks may still be there, hidden.
-        self._cleared: dict[str, deque[Iterator[bytes]]] = {
-            tier: deque() for tier in self._reported
-        }
+        self._cleared: dict[str, deque[Iterator[bytes]]] = {tier: deque() for tier in self.reported}
 
     @property
     def work(self) -> PendingWork:
@@ -143,7 +141,7 @@ class CacheState:
 
     def emit(self, tier: str, *, stored: bool, keys: Collection[bytes]) -> None:
         """Log which keys a tier gained, or lost; of these the ones that it had gained."""
-        reported = self._reported[tier]
+        reported = self.reported[tier]
         if stored:
             for key in keys:
                 reported.add(key)
@@ -152,10 +150,6 @@ class CacheState:
         if keys:
             self.events.append(tier, stored=stored, keys=tuple(keys))
             self.work.has_events = True
-
-    def listed_keys(self, tier: str, first: int) -> tuple[list[bytes], int]:
-        """Return some keys that a tier can be asked for, as `ReportedKeys.listed` does."""
-        return self._reported[tier].listed(first)
 
     def gained(self, index: LowerIndex, keys: Sequence[bytes]) -> None:
         """Log what a lower tier gained, and what had to be forgotten for that."""
@@ -192,7 +186,7 @@ class CacheState:
 
     def _lost_all(self, tier: str) -> int:
         """Log that a tier has lost all keys, and have their chunks removed in the background."""
-        parts = self._reported[tier].take()
+        parts = self.reported[tier].take()
         count = sum(map(len, parts))
         if 0 < count <= _KEYS_AN_EVENT:
             self.events.append(
@@ -338,7 +332,7 @@ class CacheState:
             index.check()
         found = {CPU: {*self.pool.ready_keys()}}
         found |= {index.name: {*index.keys()} for index in self.lower}
-        for tier, reported in self._reported.items():
+        for tier, reported in self.reported.items():
             keys = {key for part in reported.parts for key in part}
             assert keys == found[tier], f"{tier}: not what was reported"
         for key in self.waiters:

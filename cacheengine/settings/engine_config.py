@@ -184,7 +184,10 @@ class EngineConfig:
                 "is set although local_cpu is false, so the pool has no chunks to keep",
                 "remove keep_cpu_dir, or set local_cpu: true",
             )
-        self._check_remote()
+        if self.remote_url:
+            self._check("remote_url", _check_remote_url, self.remote_url, self.extra_config)
+        if self.remote_serde != EngineConfig.remote_serde:
+            self._check("remote_serde", _check_serde_name, self.remote_serde)
         self._check_listening()
         if self.enable_controller and not self.controller_url:
             raise self._error(
@@ -247,12 +250,6 @@ class EngineConfig:
         """Raise `ConfigError` for packages and files of the remote tier that this machine lacks."""
         if self.remote_url:
             self._check("remote_url", _check_remote_ready, self.remote_url)
-
-    def _check_remote(self) -> None:
-        if self.remote_url or self.remote_serde != EngineConfig.remote_serde:
-            if self.remote_url:
-                self._check("remote_url", _check_remote_url, self.remote_url, self.extra_config)
-            self._check("remote_serde", _check_serde_name, self.remote_serde)
 
     def _check(self, key: str, check: Callable[..., None], *given: object) -> None:
         try:

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from valkey.connection import AbstractConnection, Connection
 
-from cacheengine.tiers.store import Deadline
+from cacheengine.tiers.store import SLOWEST_BYTES_S, Deadline
 
 Part = memoryview | bytes
 
@@ -235,9 +235,8 @@ class Conversation:
     must_close = False
     """Whether the connection is closed when it is given back: its server takes no writes now."""
 
-    def __init__(self, deadline: Deadline, *, drain_bytes_s: float) -> None:
+    def __init__(self, deadline: Deadline) -> None:
         self.deadline = deadline
-        self._drain_bytes_s = drain_bytes_s
         self._ahead = memoryview(bytearray(_LINE_BYTES))
         self._start = self._end = 0
         self._connection: AbstractConnection | None = None
@@ -372,7 +371,7 @@ class Conversation:
     def _drain(self, left_bytes: int) -> None:
         if not left_bytes:
             return
-        self.deadline.extend(left_bytes / self._drain_bytes_s)
+        self.deadline.extend(left_bytes / SLOWEST_BYTES_S)
         scratch = memoryview(bytearray(min(left_bytes, _DRAIN_BYTES)))
         while left_bytes:
             piece = scratch[:left_bytes]

@@ -29,14 +29,8 @@ from cacheengine.tiers.redis_connection import (
     command,
     set_command,
 )
-from cacheengine.tiers.remote_url import (
-    CLUSTER_SCHEMES,
-    SENTINEL_SCHEMES,
-    Address,
-    RemoteUrl,
-)
+from cacheengine.tiers.remote_url import CLUSTER_SCHEMES, SENTINEL_SCHEMES, Address, RemoteUrl
 from cacheengine.tiers.store import (
-    SLOWEST_BYTES_S,
     Blob,
     BlobStore,
     Deadline,
@@ -421,8 +415,8 @@ class RedisStore(BlobStore):
 
     def _connect(self, deadline: Deadline) -> Conversation:
         """Return a connection that has logged in and has answered."""
-        sooner = deadline.at_most(self._server.connect_timeout_s)
-        conversation = Conversation(sooner, drain_bytes_s=SLOWEST_BYTES_S)
+        sooner = Deadline(min(deadline.left_s(), self._server.connect_timeout_s))
+        conversation = Conversation(sooner)
         try:
             try:
                 self._log_in(conversation, sooner)

@@ -115,10 +115,6 @@ class Deadline:
         self.timeout_s += seconds
         self._at_s += seconds
 
-    def at_most(self, timeout_s: float) -> "Deadline":
-        """Return the earlier of this moment and ``timeout_s`` from now."""
-        return Deadline(min(self.left_s(), timeout_s))
-
     def left_s(self) -> float:
         """Return the seconds left; raise `TimeoutError` if there are none."""
         if left_s := self.wait_s():

@@ -3,10 +3,13 @@
 `test_waiting_pays` says how long, with a real engine.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import pytest
 
+from cacheengine.engine.engine import CacheEngine
 from cacheengine.engine.promotion_waits import PIN_S, PromotionWaits
 from cacheengine.residency.decisions import Promotion, PromotionOutcome
 from cacheengine.residency.pool_index import Holder
@@ -72,7 +75,7 @@ class Scheduler:
     def __init__(self) -> None:
         self.engine = Engine()
         self.clock = FakeClock()
-        self.waits = PromotionWaits(self.engine, self.clock)
+        self.waits = PromotionWaits(cast("CacheEngine", self.engine), self.clock)
 
     def step(self, **requests: Sequence[bytes]) -> dict[str, bool]:
         """Look up requests' chunks, all on disk; return which of them wait."""
@@ -168,7 +171,7 @@ def test_a_tier_that_falls_behind_is_left(scheduler: Scheduler) -> None:
 def test_no_wait_is_longer_than_a_minute(scheduler: Scheduler) -> None:
     """While too few steps were seen, the time to compute is not known."""
     scheduler.step(a=keys(1))
-    scheduler.waits = PromotionWaits(scheduler.engine, scheduler.clock)
+    scheduler.waits = PromotionWaits(cast("CacheEngine", scheduler.engine), scheduler.clock)
     unknown = float("inf")
     assert not scheduler.waits.must_wait("a", 0, unknown, unknown)
     assert scheduler.waits.want("a", keys(1)[0], "disk", 0)
@@ -198,7 +201,8 @@ def test_a_refused_promotion_is_asked_for_again_when_there_is_room(scheduler: Sc
 def test_a_promotion_that_was_refused_at_once_wakes_nobody() -> None:
     """A request that is woken asks again at once, and is refused again while others' pins last."""
     engine, woken = Engine(), list[None]()
-    waits = PromotionWaits(engine, FakeClock(), on_promoted=lambda: woken.append(None))
+    on_promoted = functools.partial(woken.append, None)
+    waits = PromotionWaits(cast("CacheEngine", engine), FakeClock(), on_promoted=on_promoted)
     engine.room = 0
     waits.want("a", keys(1)[0], "disk", 0)
     waits.end_step()
