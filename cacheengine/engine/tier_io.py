@@ -130,7 +130,7 @@ MakeThreads = Callable[[str, int], JobRunner]
 class TierIo:
     """Reads, writes and deletes of one tier, each kind queued and done in batches.
 
-    Of a local tier with several paths, those of one path. ``queue`` is one of the index's.
+    Each path of a local tier has its own. ``queue_name`` is one of the index's queues.
 
     The I/O that was decided under ``lock`` comes back in `start`. A job takes from a queue what
     it finds there, and ends if it finds nothing. Each addition to a queue starts a job, so nothing

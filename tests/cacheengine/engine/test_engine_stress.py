@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -183,13 +184,16 @@ def _assert_sound_in_the_end(bench: Bench, remote: ScriptedRemote, directory: Pa
 
 
 def _bench(
-    make_bench: MakeBench, directory: Path, *, local_cpu: bool
+    make_bench: MakeBench, directory: Path, *, local_cpu: bool, paths: int
 ) -> tuple[Bench, ScriptedRemote]:
     remote = ScriptedRemote()
     remote.batch_chunks = 3
     bench = make_bench(
         20,
-        config(directory, disk_items=30, local_cpu=local_cpu),
+        replace(
+            config(directory, disk_items=30, local_cpu=local_cpu),
+            local_disk=tuple(directory / str(number) for number in range(paths)),
+        ),
         clock=time.monotonic,
         remote=remote,
     )
@@ -197,10 +201,10 @@ def _bench(
 
 
 @pytest.mark.usefixtures("restless_threads")
-@pytest.mark.parametrize("local_cpu", [True, False])
+@pytest.mark.parametrize(("local_cpu", "paths"), [(True, 1), (False, 3)])
 def test_bytes_stay_right_under_load(
-    make_bench: MakeBench, tmp_path: Path, local_cpu: bool
+    make_bench: MakeBench, tmp_path: Path, local_cpu: bool, paths: int
 ) -> None:
-    bench, remote = _bench(make_bench, tmp_path, local_cpu=local_cpu)
+    bench, remote = _bench(make_bench, tmp_path, local_cpu=local_cpu, paths=paths)
     _run(bench, remote)
     _assert_sound_in_the_end(bench, remote, tmp_path)
