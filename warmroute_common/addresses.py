@@ -2,6 +2,8 @@
 
 import re
 import socket
+import threading
+from concurrent.futures import Future
 from ipaddress import IPv6Address, ip_address
 from typing import Final
 from urllib.parse import urlsplit
@@ -48,6 +50,25 @@ def listening_family(host: str, port: int) -> socket.AddressFamily:
     """
     found = [each[0] for each in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     return socket.AF_INET if socket.AF_INET in found else found[0]
+
+
+def resolve(host: str, port: int, timeout_s: float) -> list[tuple[str, int]]:
+    """Return the addresses of a host, IPv4 or IPv6, for a TCP connection.
+
+    `socket.getaddrinfo` has no deadline: a resolver that does not answer may take minutes. A thread
+    waits for it. Raises `TimeoutError`, and OSError for an unknown host.
+    """
+    found: Future[list[tuple[str, int]]] = Future()
+
+    def ask() -> None:
+        try:
+            infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            found.set_result([(str(each[4][0]), port) for each in infos])
+        except BaseException as error:  # noqa: BLE001  (it is raised below)
+            found.set_exception(error)
+
+    threading.Thread(target=ask, name="resolve", daemon=True).start()
+    return found.result(timeout_s)
 
 
 def is_loopback(host: str) -> bool:

@@ -26,7 +26,7 @@ from cacheengine.tiers.client_host import (
 )
 from cacheengine.tiers.hosted_store import HostedLibrary, HostedStore
 from cacheengine.tiers.remote_url import parse_remote_url
-from warmroute_common.addresses import join_host_port
+from warmroute_common.addresses import join_host_port, resolve
 from warmroute_common.config_reader import (
     BadValueError,
     parse_bool,
@@ -380,9 +380,9 @@ def _own_address(master: str) -> str:
     """Return this machine's address on the way to the master. Raises `ClientError`."""
     host, _, port = master.rpartition(":")
     try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, address = found[0]
-        with socket.socket(family, kind, protocol) as probe:
+        address = resolve(host.strip("[]"), int(port), _TIMEOUT_S)[0]
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # sends nothing
             own: str = probe.getsockname()[0]
     except OSError as error:

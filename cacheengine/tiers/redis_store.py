@@ -6,7 +6,6 @@ valkey-py connects. Chunks are sent from the pool and received into the pool by
 
 import contextlib
 import os
-import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,6 +39,7 @@ from cacheengine.tiers.store import (
     StoreFullError,
     StorePausedError,
 )
+from warmroute_common.addresses import resolve
 from warmroute_common.config_reader import BadValueError, parse_bool, parse_int, parse_seconds
 
 REDIS_SCHEMES: Final = (
@@ -446,7 +446,7 @@ class RedisStore(BlobStore):
         host, port = self._address(deadline)
         # valkey-py gives each address of a name the whole timeout. One that does not answer must
         # not use up the time of all.
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = resolve(host, port, deadline.left_s())
         left_s = deadline.left_s()
         conversation.open(
             partial(TlsConnection, self._tls) if self._tls else Connection,

@@ -36,6 +36,7 @@ from typing import Final, Protocol
 from blake3 import blake3
 
 from cacheengine.bulk import checksum
+from warmroute_common.addresses import resolve
 from warmroute_common.fleet_secret import HOW_TO_SET, FleetSecret
 
 VERSION: Final = 2
@@ -106,7 +107,11 @@ class Channel:
     @classmethod
     def connect(cls, address: tuple[str, int], *, timeout_s: float, connect_s: float) -> "Channel":
         """Connect within ``connect_s``."""
-        connected = socket.create_connection(address, timeout=connect_s)
+        deadline_s = time.monotonic() + connect_s
+        resolve(*address, connect_s)  # what follows asks again, and gets an answer as soon
+        connected = socket.create_connection(
+            address, timeout=max(0.001, deadline_s - time.monotonic())
+        )
         try:
             return cls(connected, timeout_s)
         except BaseException:

@@ -490,6 +490,23 @@ def test_several_addresses_are_tried(
     assert open_tier(server.url).find(keys(1)) == [False]
 
 
+@pytest.mark.timeout(60)
+def test_a_resolver_that_does_not_answer_is_a_miss(
+    server: RedisProcess, open_tier: OpenTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, ask = threading.Event(), socket.getaddrinfo
+
+    def hang(host: str, *rest: object, **options: object) -> object:
+        if host == "localhost":
+            answers.wait()
+        return ask(host, *rest, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    tier = open_tier(server.url.replace("127.0.0.1", "localhost"), HASTY)
+    assert _put(tier, key(1)) == [PutOutcome.FAILED]
+    answers.set()
+
+
 def test_a_name_that_is_none(open_tier: OpenTier) -> None:
     assert open_tier(f"redis://{'a' * 70}.example").find(keys(1)) is None
     assert open_tier("redis://nowhere.invalid").find(keys(1)) is None
