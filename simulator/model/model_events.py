@@ -49,5 +49,7 @@ class Totals:
     generated: int = 0
     preempted: int = 0
     """Times that a running request had to give its blocks to others."""
+    pulled: int = 0
+    """Tokens whose KV came from another replica's GPU."""
     finished: int = 0
     """Requests that gave all their tokens."""
