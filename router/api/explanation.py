@@ -158,7 +158,7 @@ def _copy(decision: Decision) -> dict[str, Any] | None:
 
 def _candidate(candidate: Candidate, fleet: Fleet) -> dict[str, Any]:
     replica, cost, source = candidate.replica, candidate.cost, candidate.source
-    errors = replica.errors.figures()
+    prefiller, errors = candidate.prefiller, replica.errors.figures()
     return {
         "replica_id": replica.id,
         "matched_tokens": _by_name(candidate.matched_tokens),
@@ -174,6 +174,9 @@ def _candidate(candidate: Candidate, fleet: Fleet) -> dict[str, Any]:
         "fetch_s": cost.fetched_s,
         "load_s": cost.load_s,
         "prefill_s": cost.prefill_s,
+        "prefilled_by": None if prefiller is None else prefiller.replica.id,
+        "prefilled_s": cost.prefilled_s,
+        "pull_s": cost.pull_s,
         "decode_s": candidate.decode_s(fleet.weights),
         "slowed_s": candidate.slowed_s,
         "beyond_home_s": candidate.beyond_home_s,
@@ -204,5 +207,7 @@ def _rates(rates: CostModel) -> dict[str, Any]:
         "disk_bytes_per_s": rates.per_second(CostPart.DISK),
         "remote_bytes_per_s": rates.per_second(CostPart.REMOTE),
         "peer_bytes_per_s": rates.per_second(CostPart.PEER),
+        "pull_bytes_per_s": rates.per_second(CostPart.PULL),
+        "output_tokens_per_s": rates.per_second(CostPart.OUTPUT_TOKEN),
         "measured": {part.name.lower(): rates.measured_on(part) for part in rates.measured()},
     }

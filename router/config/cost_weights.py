@@ -49,6 +49,9 @@ class CostWeights:
     of a decision in a large fleet, and picks as well as if all were scored."""
     max_sources: int = 2
     """Replicas per kind that KV may be copied from: the ones with the longest matches."""
+    max_prefillers: int = 3
+    """Replicas that each candidate may have prefill the prompt: those that do it with the lowest
+    cost. Bounds the pairs that are scored."""
     alike_share: float = 0.1
     """Share. Requests whose predicted work differs by less may have equal prompts."""
     least_telling_copy_tokens: int = 1024

@@ -52,6 +52,8 @@ class Prefiller:
     """At that replica."""
     cost: Cost
     pull_bytes: float
+    waiting: int = 0
+    """Requests there, or reserved for it, without a first token yet."""
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen: many are made for each decision
@@ -113,13 +115,26 @@ class Candidate:
 
     @property
     def work_s(self) -> float:
-        """Seconds of the replica's time, for computing and for fetching."""
-        return self.cost.busy_s + self.cost.fetch_s
+        """Seconds of replicas' time, for computing and for fetching."""
+        return self.busy_s + self.cost.fetch_s + self.cost.pull_s
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of replicas' time that those behind it wait for."""
+        return self.cost.busy_s + (self.prefiller.cost.busy_s if self.prefiller else 0.0)
+
+    @property
+    def computes_at(self) -> Replica:
+        """The replica that computes the prompt."""
+        return self.prefiller.replica if self.prefiller else self.replica
 
     @property
     def slowed_s(self) -> float:
         """Seconds by which the prefill delays the answers that are running, in total."""
-        return self.work.decoding * self.cost.prefill_s
+        slowed_s = self.work.decoding * self.cost.prefill_s
+        if (there := self.prefiller) is not None:
+            slowed_s += there.work.decoding * there.cost.prefill_s
+        return slowed_s
 
     def decode_s(self, weights: CostWeights) -> float:
         """Return the expected seconds from the first token to the last one.
@@ -144,7 +159,7 @@ class Candidate:
         server that is busy for a share r of its time (M/M/1), whichever is larger, within
         `CostWeights.least_behind` and `CostWeights.most_behind`.
         """
-        return self._behind(self.busy_share, weights)
+        return self._behind(self.busy_share, self.waiting, weights)
 
     def behind_fetch(self, weights: CostWeights) -> float:
         """Return how many requests are expected to wait behind what this one fetches.
@@ -152,11 +167,12 @@ class Candidate:
         Only the replica's own share counts, if that is the lower one. Otherwise a busy fleet would
         never copy KV to a replica that has none, however idle it is.
         """
-        return self._behind(min(self.busy_share, self.own_share), weights)
+        return self._behind(min(self.busy_share, self.own_share), self.waiting, weights)
 
-    def _behind(self, share: float, weights: CostWeights) -> float:
+    @staticmethod
+    def _behind(share: float, waiting: int, weights: CostWeights) -> float:
         usual = share / (1.0 - share) if share < 1.0 else inf
-        return min(weights.most_behind, max(weights.least_behind, usual, self.waiting))
+        return min(weights.most_behind, max(weights.least_behind, usual, waiting))
 
     def others_s(self, weights: CostWeights) -> float:
         """Return what the request costs others: its time, for each request behind it.
@@ -166,7 +182,10 @@ class Candidate:
         other KV that it evicts has to be computed again.
         """
         behind = self.behind(weights)
-        own_s = behind * self.cost.busy_s + self.behind_fetch(weights) * self.cost.fetch_s
+        fetch_s = self.cost.fetch_s + self.cost.pull_s
+        own_s = behind * self.cost.busy_s + self.behind_fetch(weights) * fetch_s
+        if (there := self.prefiller) is not None:
+            own_s += self._behind(self.busy_share, there.waiting, weights) * there.cost.busy_s
         return own_s + (1.0 + behind) * self.beyond_home_s
 
     def score_s(self, weights: CostWeights) -> float:
@@ -271,6 +290,7 @@ class Decision:
                 matched_tokens={},
                 work=prefiller.work,
                 cost=prefiller.cost,
+                kv=picked.kv,
             ),
             reason=self.reason,
             prompt_tokens=self.prompt_tokens,

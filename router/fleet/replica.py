@@ -185,6 +185,8 @@ class Replica:
     """Requests in flight without a first token."""
     fetching: int = 0
     """Those of them whose KV is being brought to its CPU RAM."""
+    incoming_tokens: int = 0
+    """Tokens of prompts that other replicas prefill for it now: their KV will take its memory."""
     decoding: int = 0
     """Requests in flight after their first token."""
     others_waiting: int = 0
