@@ -74,4 +74,6 @@ def test_prompts_are_pulled_and_nothing_stays_lent(name: str) -> None:
     # By tokens, second turns are prefilled where their first ones were decoded.
     assert run.counts["remote_prefills"] == (24 if "2000" in name else 48)
     assert not any(each.model.lent for each in kept)
-    assert sum(each.model.totals.pulled for each in kept) >= 24 * 2_999, "the last token is computed"
+    assert sum(each.model.totals.pulled for each in kept) >= 24 * 2_999, (
+        "the last token is computed"
+    )
