@@ -24,7 +24,7 @@ class CostWeights:
     most_behind: float = 32.0
     """Requests assumed to queue behind a request, at most: a second of the replica's time never
     counts more than 32 seconds of waiting."""
-    first_token_weight: float = 4.0
+    first_token_weight: float = 6.0
     """How many seconds after the first token count as one before it; `RouterConfig` sets it."""
     output_tokens: float = 256.0
     """Tokens. Expected length of an answer of which nothing is known."""

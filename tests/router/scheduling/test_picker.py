@@ -103,8 +103,8 @@ def test_a_request_waits_for_no_replica_while_another_is_sooner_with_as_much_wor
 
 
 def test_a_prefill_goes_where_it_slows_the_fewest_answers() -> None:
-    """One second of prefill delays five answers by five seconds in total."""
-    early = candidate("early", prefill_s=1.0, decoding=5)
+    """One second of prefill delays eight answers by eight seconds in total."""
+    early = candidate("early", prefill_s=1.0, decoding=8)
     later = candidate("later", prefill_s=1.0, queue_s=1.0)
     assert pick("ttft", [early, later], QUESTION)[0] is later, "though its first token is later"
     first_tokens = PickContext(affinity=1, weights=replace(DEFAULT_WEIGHTS, first_token_weight=1e9))
