@@ -399,7 +399,7 @@ class RequestScheduler:
         home_work_s = inf if at_home is None else at_home.work_s
         for each in candidates:
             each.beyond_home_s = max(0.0, each.work_s - home_work_s)
-        if request.may_split:
+        if request.may_split and config.policy == "ttft":
             candidates = _split(candidates, scorer, matches, home_work_s, weights)
         if foreseen is None:
             picked, reason = pick(config.policy, candidates, context)

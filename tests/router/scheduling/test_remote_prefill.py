@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from router.config.cost_weights import DEFAULT_WEIGHTS
-from router.config.settings import RatesConfig
+from router.config.settings import PolicyName, RatesConfig
 from router.fleet.cost_model import CostPart
 from router.fleet.decision import Candidate, Decision
 from router.fleet.fleet import Fleet
@@ -23,9 +23,13 @@ from tests.router.scheduling.helpers import make_copying_fleet
 LONG = tokens(6400)
 
 
-def make_fleet(count: int = 2, roles: Mapping[str, Any] = MappingProxyType({})) -> Fleet:
+def make_fleet(
+    count: int = 2,
+    roles: Mapping[str, Any] = MappingProxyType({}),
+    policy: PolicyName = "ttft",
+) -> Fleet:
     """Return a fleet whose r0 computes much, and whose r1 writes thirty answers."""
-    fleet = make_copying_fleet(count, prefetch=False)
+    fleet = make_copying_fleet(count, prefetch=False, policy=policy)
     for name, each in fleet.replicas.items():
         each.nixl_role = roles.get(name, "both")
     fleet.replicas["r0"].recent.note(0.9 * fleet.weights.recent_s, 0.0)
@@ -84,6 +88,12 @@ def test_roles_say_who_may_prefill_and_who_may_decode(
 
 def test_a_request_that_needs_one_server_gets_one() -> None:
     assert pair(split(make_fleet(), may_split=False)) == ("r0", "r0")
+
+
+@pytest.mark.parametrize("policy", ["longest-prefix", "session", "least-loaded", "round-robin"])
+def test_policies_that_predict_nothing_do_not_split(policy: PolicyName) -> None:
+    decision = split(make_fleet(policy=policy))
+    assert not any(each.prefiller for each in decision.candidates)
 
 
 def test_replicas_with_other_keys_do_not_pair_up() -> None:
