@@ -164,6 +164,8 @@ class RatesConfig:
     """From the remote store to CPU RAM."""
     peer_bytes_per_s: float = setting(1e9, above=0)
     """From another replica's CPU RAM."""
+    pull_bytes_per_s: float = setting(10e9, above=0)
+    """From another replica's GPU to the GPU, by NixlConnector."""
     kv_bytes_per_token: float = setting(100e3, above=0)
     """Size of one token's KV. An agent reports its replica's value."""
     decode_slowdown: float = setting(0.02, at_least=0)

@@ -3,7 +3,8 @@
 Every part of a time to first token (TTFT) is an amount of `Work` times the seconds per unit that
 `CostModel` holds for the replica::
 
-    ttft    = base + max(queue, backlog + fetch) + load + prefill
+    ttft    = base + max(queue, backlog + fetch, prefilled) + pull + load + prefill
+    pull    = bytes from another GPU x PULL
     fetch   = disk bytes x DISK + remote bytes x REMOTE + peer bytes x PEER
     load    = bytes beyond the GPU x LOAD
     prefill = new tokens x (PREFILL + context x ATTENTION + running decodes x DECODE)
@@ -69,7 +70,9 @@ class CostPart(IntEnum):
     PEER = 7
     """A byte, from another replica to CPU RAM."""
     OUTPUT_TOKEN = 8
-    """A token of an answer after its first one (TPOT), while the replica prefills nothing."""
+    """A token of an answer after its first one (TPOT), if nothing else runs at the replica."""
+    PULL = 9
+    """A byte, from another replica's GPU to the GPU."""
 
 
 _COMPUTING: Final = (CostPart.PREFILL, CostPart.ATTENTION, CostPart.DECODE)
@@ -89,15 +92,26 @@ class Work:
     remote_bytes: float = 0.0
     peer_bytes: float = 0.0
     """To copy from another replica."""
+    pull_bytes: float = 0.0
+    """To pull from the replica that has prefilled the prompt."""
+    prefilled_s: float = 0.0
+    """Seconds until that replica has prefilled it."""
     queue_s: float = 0.0
     """Seconds until the replica begins with the request."""
     backlog_s: float = 0.0
     """Seconds until the replica has fetched what it was asked to fetch before."""
     decoding: int = 0
     """Decodes that run there: their steps lengthen a prefill."""
+    context_tokens: int = 0
+    """Tokens whose KV these decodes read in each step."""
     reads_late: bool = False
     """Whether the replica accepts no prefetch and reads slow tiers when it begins with the request:
     then the reads take its time, like loading."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """All tokens of the prompt."""
+        return self.new_tokens + self.matched_tokens
 
     @property
     def attended(self) -> float:
@@ -110,8 +124,7 @@ class Work:
         Matched tokens that were not cached are missing from the end: first those to be copied, then
         those of the slowest tiers.
         """
-        prompt_tokens = self.new_tokens + self.matched_tokens
-        matched = min(cached_tokens, prompt_tokens - 1)
+        matched = min(cached_tokens, self.prompt_tokens - 1)
         lost_bytes = max(0, self.matched_tokens - matched) * kv_bytes_per_token
         left_to_lose = lost_bytes
         left: list[float] = []
@@ -121,7 +134,7 @@ class Work:
         peer_bytes, remote_bytes, disk_bytes = left
         return replace(
             self,
-            new_tokens=prompt_tokens - matched,
+            new_tokens=self.prompt_tokens - matched,
             matched_tokens=matched,
             load_bytes=max(0.0, self.load_bytes - lost_bytes),
             disk_bytes=disk_bytes,
@@ -141,6 +154,9 @@ class Cost:
     fetch_s: float
     load_s: float
     prefill_s: float
+    prefilled_s: float = 0.0
+    """Until another replica has prefilled the prompt."""
+    pull_s: float = 0.0
 
     @property
     def busy_s(self) -> float:
@@ -154,13 +170,14 @@ class Cost:
 
     @property
     def queued_s(self) -> float:
-        """The queue's part of the TTFT: 0 if a longer fetch hides it."""
-        return 0.0 if self.fetched_s > self.queue_s else self.queue_s
+        """The queue's part of the TTFT: 0 if a longer fetch or remote prefill hides it."""
+        return 0.0 if max(self.fetched_s, self.prefilled_s) > self.queue_s else self.queue_s
 
     @property
     def ttft_s(self) -> float:
-        """Predicted TTFT; the fetch overlaps the queue."""
-        return self.base_s + max(self.queue_s, self.fetched_s) + self.busy_s
+        """Predicted TTFT; the fetch and a remote prefill overlap the queue."""
+        ready_s = max(self.queue_s, self.fetched_s, self.prefilled_s)
+        return self.base_s + ready_s + self.pull_s + self.busy_s
 
 
 def _prefill_s(seconds: Sequence[float], work: Work) -> float:
@@ -187,6 +204,7 @@ class CostModel:
             1 / config.remote_bytes_per_s,
             1 / config.peer_bytes_per_s,
             weights.output_token_s,
+            1 / config.pull_bytes_per_s,
         )
         self._seconds = list(self._start)
         self._measured_on: dict[CostPart, float] = {}
@@ -195,6 +213,8 @@ class CostModel:
         """How many ticks ago that grew last; without an entry the rate is a start value."""
         self._copied = (0.0, 0.0)
         """Bytes and seconds of the last copies."""
+        self._pulled = (0.0, 0.0)
+        """Bytes and seconds of the last pulls."""
         self._answered = (0.0, 0.0)
         """Tokens and seconds of the last answers."""
         self._reports_output = False
@@ -244,6 +264,8 @@ class CostModel:
             fetch_s=fetch_s,
             load_s=load_s,
             prefill_s=_prefill_s(seconds, work),
+            prefilled_s=work.prefilled_s,
+            pull_s=seconds[CostPart.PULL] * work.pull_bytes,
         )
 
     def report(self, part: CostPart, per_second: float, measured_on: float) -> None:
@@ -305,6 +327,10 @@ class CostModel:
         """Measure the rate of copies from other replicas; later copies count more."""
         self._copied = self._average(CostPart.PEER, self._copied, _COPY_KEPT, nbytes, seconds)
 
+    def note_pull(self, nbytes: int, seconds: float) -> None:
+        """Measure the rate of pulls from other replicas' GPUs; later pulls count more."""
+        self._pulled = self._average(CostPart.PULL, self._pulled, _COPY_KEPT, nbytes, seconds)
+
     def note_output_tokens(self, tokens: int, seconds: float) -> None:
         """Measure how fast answers are written unless the server says it; later ones count more."""
         if self._reports_output or tokens <= 0 or seconds <= 0:
@@ -344,6 +370,8 @@ class CostModel:
                 self._seconds[part] = self._start[part]
                 if part is CostPart.PEER:
                     self._copied = (0.0, 0.0)
+                elif part is CostPart.PULL:
+                    self._pulled = (0.0, 0.0)
                 elif part is CostPart.OUTPUT_TOKEN:
                     self._answered = (0.0, 0.0)
                 elif part is CostPart.PREFILL:

@@ -52,6 +52,8 @@ class Prefiller:
     """At that replica."""
     cost: Cost
     pull_bytes: float
+    waiting: int = 0
+    """Requests there, or reserved for it, without a first token yet."""
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen: many are made for each decision
@@ -113,13 +115,30 @@ class Candidate:
 
     @property
     def work_s(self) -> float:
-        """Seconds of the replica's time, for computing and for fetching."""
-        return self.cost.busy_s + self.cost.fetch_s
+        """Seconds of replicas' time, for computing and for fetching."""
+        return self.busy_s + self.cost.fetch_s + self.cost.pull_s
 
     @property
-    def slowed_s(self) -> float:
-        """Seconds by which the prefill delays the answers that are running, in total."""
-        return self.work.decoding * self.cost.prefill_s
+    def busy_s(self) -> float:
+        """Seconds of replicas' time that those behind it wait for."""
+        return self.cost.busy_s + (self.prefiller.cost.busy_s if self.prefiller else 0.0)
+
+    @property
+    def computes_at(self) -> Replica:
+        """The replica that computes the prompt."""
+        return self.prefiller.replica if self.prefiller else self.replica
+
+    def slowed_s(self, weights: CostWeights) -> float:
+        """Return by how long running answers are delayed, in total.
+
+        They wait for the prefill, wherever it is computed. Then a step lasts equally long for all
+        of a replica's answers, and reads the KV of this one too.
+        """
+        read_s = self._alone_s * self.work.prompt_tokens / weights.doubling_tokens
+        slowed_s = self.work.decoding * (self.cost.prefill_s + read_s)
+        if (there := self.prefiller) is not None:
+            slowed_s += there.work.decoding * there.cost.prefill_s
+        return slowed_s
 
     def decode_s(self, weights: CostWeights) -> float:
         """Return the expected seconds from the first token to the last one.
@@ -127,15 +146,20 @@ class Candidate:
         Prefills take their share of the replica's time. This one counts as those do that came
         before it: where it is computed, more like it follow.
         """
-        share = min(
-            weights.most_prefill_share, self.own_share + self.cost.busy_s / weights.recent_s
-        )
-        token_s = self.replica.rates.seconds(CostPart.OUTPUT_TOKEN)
-        return self.output_tokens * token_s / (1.0 - share)
+        busy_share = self.own_share + self.cost.busy_s / weights.recent_s
+        share = min(weights.most_prefill_share, busy_share)
+        work = self.work
+        longer = 1.0 + (work.context_tokens + work.prompt_tokens) / weights.doubling_tokens
+        return self._alone_s * longer / (1.0 - share)
+
+    @property
+    def _alone_s(self) -> float:
+        """Seconds from the first token to the last one if nothing else ran at the replica."""
+        return self.output_tokens * self.replica.rates.seconds(CostPart.OUTPUT_TOKEN)
 
     def after_s(self, weights: CostWeights) -> float:
         """Return the seconds that count after a first token: this answer's, and other answers'."""
-        return self.decode_s(weights) + self.slowed_s
+        return self.decode_s(weights) + self.slowed_s(weights)
 
     def behind(self, weights: CostWeights) -> float:
         """Return how many requests are expected to wait behind this one.
@@ -144,7 +168,7 @@ class Candidate:
         server that is busy for a share r of its time (M/M/1), whichever is larger, within
         `CostWeights.least_behind` and `CostWeights.most_behind`.
         """
-        return self._behind(self.busy_share, weights)
+        return self._behind(self.busy_share, self.waiting, weights)
 
     def behind_fetch(self, weights: CostWeights) -> float:
         """Return how many requests are expected to wait behind what this one fetches.
@@ -152,11 +176,12 @@ class Candidate:
         Only the replica's own share counts, if that is the lower one. Otherwise a busy fleet would
         never copy KV to a replica that has none, however idle it is.
         """
-        return self._behind(min(self.busy_share, self.own_share), weights)
+        return self._behind(min(self.busy_share, self.own_share), self.waiting, weights)
 
-    def _behind(self, share: float, weights: CostWeights) -> float:
+    @staticmethod
+    def _behind(share: float, waiting: int, weights: CostWeights) -> float:
         usual = share / (1.0 - share) if share < 1.0 else inf
-        return min(weights.most_behind, max(weights.least_behind, usual, self.waiting))
+        return min(weights.most_behind, max(weights.least_behind, usual, waiting))
 
     def others_s(self, weights: CostWeights) -> float:
         """Return what the request costs others: its time, for each request behind it.
@@ -166,7 +191,10 @@ class Candidate:
         other KV that it evicts has to be computed again.
         """
         behind = self.behind(weights)
-        own_s = behind * self.cost.busy_s + self.behind_fetch(weights) * self.cost.fetch_s
+        fetch_s = self.cost.fetch_s + self.cost.pull_s
+        own_s = behind * self.cost.busy_s + self.behind_fetch(weights) * fetch_s
+        if (there := self.prefiller) is not None:
+            own_s += self._behind(self.busy_share, there.waiting, weights) * there.cost.busy_s
         return own_s + (1.0 + behind) * self.beyond_home_s
 
     def score_s(self, weights: CostWeights) -> float:
@@ -271,6 +299,7 @@ class Decision:
                 matched_tokens={},
                 work=prefiller.work,
                 cost=prefiller.cost,
+                kv=picked.kv,
             ),
             reason=self.reason,
             prompt_tokens=self.prompt_tokens,

@@ -185,8 +185,12 @@ class Replica:
     """Requests in flight without a first token."""
     fetching: int = 0
     """Those of them whose KV is being brought to its CPU RAM."""
+    incoming_tokens: int = 0
+    """Tokens of prompts that other replicas prefill for it now: their KV will take its memory."""
     decoding: int = 0
     """Requests in flight after their first token."""
+    context_tokens: int = 0
+    """Tokens of the prompts of these requests."""
     others_waiting: int = 0
     """Requests of other routers that it has not begun, as last reported."""
     others_running: int = 0
@@ -369,20 +373,23 @@ class Replica:
     def note_output_tokens(self, tokens: int, seconds: float, now_s: float) -> None:
         """Note that an answer took so long for the tokens after its first one.
 
-        The rate is that of a replica which prefills nothing: so one that computes much counts as
-        slow only while it does, whatever its last answers took.
+        The rate is that of an answer which runs alone: so a replica that computes much, or writes
+        many answers, counts as slow only while it does, whatever its last answers took.
         """
-        self.rates.note_output_tokens(tokens, seconds * self._unprefilled_share(now_s))
+        self.rates.note_output_tokens(tokens, seconds / self._slowed(now_s))
 
     def report_output_tokens(self, tokens_per_s: float, tokens: float, now_s: float) -> None:
         """Note how fast answers were written lately, as its server says.
 
         ``tokens`` is how many it has computed since its start.
         """
-        self.rates.report_output_tokens(tokens_per_s / self._unprefilled_share(now_s), tokens)
+        self.rates.report_output_tokens(tokens_per_s * self._slowed(now_s), tokens)
 
-    def _unprefilled_share(self, now_s: float) -> float:
-        return 1.0 - min(self.weights.most_prefill_share, self.recent.share(now_s))
+    def _slowed(self, now_s: float) -> float:
+        """Return how many times as long an answer takes there as one that runs alone."""
+        share = min(self.weights.most_prefill_share, self.recent.share(now_s))
+        longer = 1.0 + self.context_tokens / self.weights.doubling_tokens
+        return longer / (1.0 - share)
 
     def note_work(self, busy_s: float, now_s: float) -> None:
         """Note the predicted work of the request that was just sent there."""

@@ -39,6 +39,10 @@ from warmroute_common.api_errors import NoReplicaError, UnknownModelError
 _MAX_VIEWS: Final = 256
 """Views kept: clients choose models' names if replicas do not report theirs; gateways, subsets."""
 
+_PREFILLING: Final = ("both", "prefill")
+_DECODING: Final = ("both", "decode")
+"""Values of `Replica.nixl_role`."""
+
 _Asked: TypeAlias = tuple[str | None, frozenset[str], str | None, frozenset[str] | None]
 """A model, excluded replicas, the one that a request is bound to, and those it may go to."""
 
@@ -393,7 +397,12 @@ class RequestScheduler:
         candidates = tuple(
             scorer.best(each, matches.keys(each), matches.depth(each).gpu_blocks) for each in scored
         )
-        _weigh_leaving(candidates, home)
+        at_home = next((each for each in candidates if each.replica is home), None)
+        home_work_s = inf if at_home is None else at_home.work_s
+        for each in candidates:
+            each.beyond_home_s = max(0.0, each.work_s - home_work_s)
+        if request.may_split and config.policy == "ttft":
+            candidates = _split(candidates, scorer, matches, home_work_s, weights)
         if foreseen is None:
             # A replica where it disturbs nobody is of no use if it begins too late.
             in_time = [
@@ -427,12 +436,29 @@ class RequestScheduler:
         )
 
 
-def _weigh_leaving(candidates: Sequence[Candidate], home: Replica | None) -> None:
-    """Note how much more work each candidate is than the session's home."""
-    at_home = next((each for each in candidates if each.replica is home), None)
-    if at_home is not None:
-        for each in candidates:
-            each.beyond_home_s = max(0.0, each.work_s - at_home.work_s)
+def _split(
+    candidates: Sequence[Candidate],
+    scorer: Scorer,
+    matches: PrefixMatches,
+    home_work_s: float,
+    weights: CostWeights,
+) -> tuple[Candidate, ...]:
+    """Return the candidates, each with another replica's prefill where that has a lower score."""
+    able = [each.replica for each in candidates if each.replica.nixl_role in _PREFILLING]
+    if not able:
+        return tuple(candidates)
+    firsts = scorer.prefillers(
+        [(each, matches.keys(each), matches.depth(each).gpu_blocks) for each in able]
+    )
+    best = []
+    for own in candidates:
+        options = [own]
+        for first in firsts if own.replica.nixl_role in _DECODING else ():
+            if (split := scorer.with_prefiller(own, first)) is not None:
+                split.beyond_home_s = max(0.0, split.work_s - home_work_s)
+                options.append(split)
+        best.append(min(options, key=lambda each: each.score_s(weights)))
+    return tuple(best)
 
 
 def _copy(picked: Candidate) -> KvCopy | None:

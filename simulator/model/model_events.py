@@ -53,5 +53,7 @@ class Totals:
     """Seconds from the tokens before them, in sum."""
     preempted: int = 0
     """Times that a running request had to give its blocks to others."""
+    pulled: int = 0
+    """Tokens whose KV came from another replica's GPU."""
     finished: int = 0
     """Requests that gave all their tokens."""

@@ -41,6 +41,8 @@ class Rates:
     """From one replica's CPU RAM to the others'."""
     receive_tokens_per_s: float = 24_000.0
     """From the others' CPU RAM to one replica's."""
+    pull_tokens_per_s: float = 160_000.0
+    """From another replica's GPU to one replica's."""
 
     def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
         """Return what computing ``tokens`` after ``context_tokens`` adds to a step."""

@@ -7,7 +7,8 @@ happens in them.
 As in vLLM (`scheduler_reserve_full_isl`), a request is admitted when there are blocks for its whole
 prompt. If running requests find no blocks for their answers, the last admitted one is preempted: it
 returns its blocks and later computes again what was evicted meanwhile. `Copies` models the loads
-and stores between GPU and CPU RAM, and `Batch` the running requests of a step.
+and stores between GPU and CPU RAM and the pulls from other GPUs, and `Batch` the running requests
+of a step. As with NixlConnector, a request that lends its KV holds its blocks after its end.
 """
 
 import math
@@ -65,7 +66,8 @@ class Copies:
     def __init__(self, shape: Shape, rates: Rates, tiers: LowerTiers, meter: ReplicaMeter) -> None:
         self._meter = meter
         self.loading: list[tuple[float, SimRequest]] = []
-        """Requests whose KV is on its way from CPU RAM, and when it will have come."""
+        """Requests whose KV is on its way to the GPU, and when it will have come."""
+        self._pull_free_s = 0.0
         self._shape = shape
         self._rates = rates
         self._tiers = tiers
@@ -108,6 +110,12 @@ class Copies:
         self._meter.add_load(tokens, seconds)
         self._load_free_s = begin_s + seconds
         self.loading.append((self._load_free_s, request))
+
+    def begin_pull(self, request: SimRequest, tokens: int, now_s: float) -> None:
+        """Load this many tokens from another replica's GPU."""
+        seconds = tokens / self._rates.pull_tokens_per_s
+        self._pull_free_s = max(now_s, self._pull_free_s) + seconds
+        self.loading.append((self._pull_free_s, request))
 
     def loaded(self, now_s: float) -> list[SimRequest]:
         """Return the requests whose KV has come by now; `end_load` must follow for each."""
@@ -276,6 +284,9 @@ class ReplicaModel:
         self.waiting: deque[SimRequest] = deque()
         self.is_blocked = False
         """Whether a waiting request was told by the tiers to ask again."""
+        self.lent: set[SimRequest] = set()
+        """Finished requests whose KV others may pull."""
+        self._pulled: list[tuple[SimRequest, int]] = []
         self._tiers = tiers
         self._batch = Batch(shape, rates, self.blocks, noise)
         self._meter = meter or ReplicaMeter(StepMeter(), BandwidthMeter())
@@ -290,7 +301,7 @@ class ReplicaModel:
 
     @property
     def loading(self) -> Sequence[tuple[float, SimRequest]]:
-        """Requests whose KV is on its way from CPU RAM, and when it will have come."""
+        """Requests whose KV is on its way to the GPU, and when it will have come."""
         return self._copies.loading
 
     # --- from outside
@@ -325,6 +336,16 @@ class ReplicaModel:
         self._end(request)
         self._look_again(now_s)
 
+    def end_loan(self, request: SimRequest, now_s: float) -> bool:
+        """Return the blocks that a finished request has lent; False if it lends none any more."""
+        self.advance(now_s)
+        if request not in self.lent:
+            return False
+        self.lent.remove(request)
+        self.blocks.release(request)
+        self._look_again(now_s)
+        return True
+
     def poke(self, now_s: float) -> None:
         """Look at the queue again as soon as may be: the tiers may have what they had not."""
         self.advance(now_s)
@@ -351,6 +372,14 @@ class ReplicaModel:
         """Return what the callers should hear, once."""
         news, self._news = self._news, []
         return news
+
+    def take_pulled(self) -> list[tuple[SimRequest, int]]:
+        """Return the requests whose pulls have ended since the last call, with the tokens pulled.
+
+        None were if the GPU held the whole prompt.
+        """
+        pulled, self._pulled = self._pulled, []
+        return pulled
 
     def take_events(self) -> list[BlockEvent]:
         """Return what happened to the GPU's cache since the last call, in order."""
@@ -422,6 +451,8 @@ class ReplicaModel:
         for request in [each for each in self.running if each.finished_s is not None]:
             self._batch.running.remove(request)
             self.totals.finished += 1
+            if request.lends:
+                self.lent.add(request)
             self._end(request)
 
     def _gave(self, request: SimRequest, tokens: int, at_s: float) -> None:
@@ -444,6 +475,10 @@ class ReplicaModel:
             if not self._batch.may_grow:
                 break
             self._copies.end_load(request)
+            if request.pull_tokens:
+                self._pulled.append((request, request.pull_tokens))
+                self.totals.pulled += request.pull_tokens
+                request.pull_tokens = 0
             self.blocks.publish(request, request.computed)
             self._batch.join(request)
 
@@ -457,7 +492,9 @@ class ReplicaModel:
             if not has_room and request.is_looked_up:
                 break  # a long prompt's lookup takes time, and would have no effect
             request.is_looked_up = True
-            found = self._tiers.find(request, gpu_blocks * self.shape.block_tokens)
+            # What is pulled is not looked up, but the tiers must know the request.
+            known_tokens = max(gpu_blocks * self.shape.block_tokens, request.pull_tokens)
+            found = self._tiers.find(request, known_tokens)
             if found is None:
                 self.is_blocked = True
                 skipped.append(self.waiting.popleft())
@@ -477,6 +514,9 @@ class ReplicaModel:
         if not request.preemptions:
             gpu_tokens = gpu_blocks * self.shape.block_tokens
             self._count(request, CachedTokens(gpu_tokens, found.cpu, found.disk))
+        if request.pull_tokens:
+            self._begin_pull(request, now_s)
+            return
         if not tokens:
             self._batch.join(request)
             return
@@ -484,6 +524,18 @@ class ReplicaModel:
         # For all of the prompt, lest two loads hold what neither can go on without.
         self.blocks.grow(request, request.prefill_end)
         self._copies.begin_load(request, tokens, now_s)
+
+    def _begin_pull(self, request: SimRequest, now_s: float) -> None:
+        """Pull what the GPU lacks of what is lent; the last token is computed in any case."""
+        tokens = min(request.pull_tokens, request.prefill_end - 1) - request.computed
+        request.pull_tokens = max(0, tokens)
+        if tokens <= 0:
+            self._pulled.append((request, 0))
+            self._batch.join(request)
+            return
+        request.computed += tokens
+        self.blocks.grow(request, request.prefill_end)
+        self._copies.begin_pull(request, tokens, now_s)
 
     def _count(self, request: SimRequest, cached: CachedTokens) -> None:
         request.cached = cached
@@ -496,9 +548,10 @@ class ReplicaModel:
     # --- the end
 
     def _end(self, request: SimRequest) -> None:
-        """Give back all that a request has; it is in no queue any more."""
+        """Give back all that a request has and does not lend; it is in no queue any more."""
         request.is_over = True
-        self.blocks.release(request)
+        if request not in self.lent:
+            self.blocks.release(request)
         self._tiers.forget(request)
 
     def check(self) -> None:
@@ -506,6 +559,7 @@ class ReplicaModel:
         self.cache.check()
         self._copies.check()
         holding = [*self.running, *(each for _, each in self.loading)]
-        assert self.cache._unkeyed == sum(each.unkeyed for each in holding)
+        assert self.cache._unkeyed == sum(each.unkeyed for each in (*holding, *self.lent))
+        assert all(each.is_over and each.lends for each in self.lent)
         assert not any(each.is_over for each in [*holding, *self.waiting])
         assert not any(each.num_blocks for each in self.waiting)

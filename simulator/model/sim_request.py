@@ -32,6 +32,11 @@ class SimRequest:
     """Keys of the full blocks of prompt and output, first to last."""
     chunk_keys: Sequence[bytes] = ()
     """Keys of the full chunks of prompt and output, first to last."""
+    lends: bool = False
+    """Its blocks stay held after its end, for another replica to pull, until
+    `ReplicaModel.end_loan`."""
+    pull_tokens: int = 0
+    """Leading tokens whose KV another replica lends: those that the GPU lacks are pulled."""
     emit_every: int = 0
     """The caller hears of the first token, then of every n-th; 0: of the end only."""
 

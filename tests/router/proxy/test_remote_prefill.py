@@ -382,7 +382,7 @@ async def test_kv_that_a_failed_replica_may_have_pulled_is_lent_again(
 async def test_a_pull_that_fails_is_answered_locally_by_the_same_replica_too(
     fleet: Fleet, client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM answers 500 where the prefiller has ended; the fault is not of the one that pulls."""
+    """vLLM answers 500 where the prefiller has ended, which is not the fault of this replica."""
 
     async def fail_to_pull(request: web.Request) -> web.StreamResponse:
         is_pull = b"kv_transfer_params" in await request.read()
