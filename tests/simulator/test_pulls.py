@@ -24,7 +24,7 @@ def test_lent_blocks_are_held_until_the_loan_ends() -> None:
     other = request("other", 50)
     sim.arrive(other, 20.0)
     run(sim, 50.0)
-    assert other.first_token_s is None, "there is no room beside what is lent"
+    assert other.first_token_s is None, "what is lent leaves no room"
     assert sim.end_loan(first, 60.0) and not sim.end_loan(first, 60.0)
     run(sim)
     assert other.finished_s is not None and sim.cache.held_blocks == 0
