@@ -134,7 +134,8 @@ class FirstLeg:
     """The prefill of a prompt at one replica for another one."""
 
     replica_id: str
-    seconds: float
+    seconds: float | None
+    """Unknown behind a gateway."""
     cached_tokens: int | None
     """Tokens of the prompt that were cached there, as its ``usage`` said."""
 

@@ -437,3 +437,14 @@ async def test_a_long_body_is_sent_on_as_it_is(
             assert response.status == 200
         assert body_of(fleet.one) == {**ask, "kv_transfer_params": PARAMS}
         assert body_of(fleet.two)["messages"] == ask["messages"]
+
+
+async def test_a_client_cannot_name_a_prefiller_to_a_sidecar(
+    fleet: Fleet, client: aiohttp.ClientSession
+) -> None:
+    """llm-d's routing sidecar would send the prompt to any host."""
+    router = await fleet.router()
+    headers = {"X-Prefiller-Host-Port": "127.0.0.1:1"}
+    async with client.post(router.url + CHAT, json=ASK, headers=headers) as response:
+        assert response.status == 200
+    assert "x-prefiller-host-port" not in fleet.one.seen[0].headers
