@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -70,7 +71,7 @@ class NixlFleet:
 
 
 @asynccontextmanager
-async def nixl_fleet(directory: Path, replicas: int, **settings: float) -> AsyncIterator[NixlFleet]:
+async def nixl_fleet(directory: Path, replicas: int, **settings: Any) -> AsyncIterator[NixlFleet]:
     given = SimulatorSettings(
         directory=directory,
         replicas=replicas,
