@@ -23,6 +23,16 @@ def path() -> Path | None:
     return found if (found / "nixl").is_dir() else None
 
 
+def server_environment(directory: Path, side_port: int) -> dict[str, str]:
+    """Return what a vLLM server needs of its environment to run NixlConnector on this machine."""
+    found = filter(None, (str(directory), os.environ.get("PYTHONPATH")))
+    return {
+        "PYTHONPATH": os.pathsep.join(found),
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port),
+    }
+
+
 def install() -> Path:
     """Return the directory that has NIXL (240 MB), made if there is none; raise
     `NotInstalledError`."""

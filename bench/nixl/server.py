@@ -8,6 +8,7 @@ import urllib.request
 from pathlib import Path
 from typing import Final
 
+from bench.nixl.environment import server_environment
 from bench.replica.local import (
     REPLICA_READY_TIMEOUT_S,
     platform_arguments,
@@ -44,17 +45,13 @@ class NixlServer(Vllm):
         super().__init__(name=name, url=f"http://127.0.0.1:{port}", model=served_name)
         self._group = group
         self._log = directory / f"{name}.log"
-        environment = replica_environment("cpu", index, of=of)
         self._environment = {
-            **environment,
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(nixl), environment.get("PYTHONPATH")))),
-            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port),
+            **replica_environment("cpu", index, of=of),
+            **server_environment(nixl, side_port),
         }
         transfer = {
             "kv_connector": "NixlConnector",
             "kv_role": "kv_both",
-            "kv_buffer_device": "cpu",
             "kv_connector_extra_config": {"kv_lease_duration": lease_s},
         }
         events = {

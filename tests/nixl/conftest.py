@@ -10,8 +10,8 @@ from bench.nixl.environment import path
 from bench.nixl.server import NixlServer
 from bench.replica.model import make_model
 from router.launch.processes import ProcessGroup
+from tests.nixl.routed import MODEL
 
-MODEL = "m"
 MAX_MODEL_TOKENS = 8192
 LEASE_S = 6
 

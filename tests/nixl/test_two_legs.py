@@ -1,25 +1,19 @@
 """Prefill on one stock vLLM, decode on another, by real NIXL. Decisions are scripted."""
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from bench.nixl.server import NixlServer
 from bench.replica.text import real_text
 from bench.replica.tiers import wait_until
-from router.config.settings import RouterConfig, TimeoutsConfig, TokenizerConfig
+from router.config.settings import ReplicaConfig
 from router.proxy.remote_prefill import RemotePrefill
-from router.record.records import Cause, Outcome, RequestRecord
-from tests.nixl.conftest import LEASE_S, MODEL
-from tests.router.conftest import Running, run_router
-from tests.router.proxy.helpers import prefilling_at
+from router.record.records import Cause, Outcome
+from tests.nixl.conftest import LEASE_S
+from tests.nixl.routed import MODEL, routed
 
 pytestmark = pytest.mark.nixl
 Servers = dict[str, NixlServer]
@@ -27,53 +21,8 @@ TOKENS = 3000
 USAGE = "kv_cache_usage_perc"
 
 
-@dataclass
-class Routed:
-    """A router that sends each request to ``decoder``, prefilled by ``prefiller``."""
-
-    router: Running
-    client: aiohttp.ClientSession
-    decoder: str = "one"
-    prefiller: str | None = None
-    asked: int = 0
-
-    async def ask(self, text: str, tokens: int = 16, **more: Any) -> tuple[str, RequestRecord]:
-        """Return the text of an answer at temperature 0, and the record."""
-        body = {"model": MODEL, "prompt": text, "max_tokens": tokens, "temperature": 0, **more}
-        self.asked += 1
-        number = self.asked
-        async with self.client.post(f"{self.router.url}/v1/completions", json=body) as response:
-            assert response.status == 200, await response.text()
-            if not more.get("stream"):
-                said = (await response.json())["choices"][0]["text"]
-            else:
-                lines = [line async for line in response.content if line.startswith(b"data: {")]
-                said = "".join(json.loads(each[6:])["choices"][0]["text"] for each in lines)
-        return said, await self.router.record(number)
-
-
-@asynccontextmanager
-async def routed(
-    servers: Servers, model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Routed]:
-    async with AsyncExitStack() as stack:
-        client = await stack.enter_async_context(aiohttp.ClientSession())
-        config = RouterConfig(
-            port=0,
-            replicas=tuple(each.config for each in servers.values()),
-            tokenizer=TokenizerConfig(path=str(model_dir)),
-            timeouts=TimeoutsConfig(health_interval_s=0.5),
-        )
-        made = Routed(await run_router(stack, config), client)
-
-        prefilling_at(
-            monkeypatch,
-            lambda decision, fleet: (
-                None if made.prefiller is None else fleet.replicas[made.prefiller]
-            ),
-            lambda: made.decoder,
-        )
-        yield made
+def configs(servers: Servers) -> list[ReplicaConfig]:
+    return [each.config for each in servers.values()]
 
 
 def empty(servers: Servers) -> None:
@@ -93,7 +42,7 @@ async def test_a_prompt_prefilled_elsewhere_gets_the_answer_that_it_gets_locally
     servers: Servers, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = real_text(TOKENS, seed=1)
-    async with routed(servers, model_dir, monkeypatch) as made:
+    async with routed(configs(servers), model_dir, monkeypatch) as made:
         local, record = await made.ask(text)
         assert record.first_leg is None and record.cached_tokens == 0
         await asyncio.to_thread(empty, servers)
@@ -117,7 +66,7 @@ async def test_a_long_prompt_does_not_stop_running_answers(
 ) -> None:
     """Answers that run beside it are the same as those that run alone."""
     short, long = (real_text(tokens, seed=2) for tokens in (200, 7000))
-    async with routed(servers, model_dir, monkeypatch) as made:
+    async with routed(configs(servers), model_dir, monkeypatch) as made:
         alone, _ = await made.ask(short, 200)
         local, _ = await made.ask(long)
         await asyncio.to_thread(empty, servers)
@@ -137,7 +86,7 @@ async def test_a_session_that_leaves_its_home_takes_its_kv_along(
 ) -> None:
     """Its second turn is answered elsewhere; the home computes only the new part."""
     text = real_text(TOKENS, seed=3)
-    async with routed(servers, model_dir, monkeypatch) as made:
+    async with routed(configs(servers), model_dir, monkeypatch) as made:
         said, _ = await made.ask(text, 64)
         turn = text + said + " And then?"
         expected, _ = await made.ask(turn)
@@ -153,7 +102,7 @@ async def test_kv_that_nobody_pulls_is_freed_when_its_lease_ends(
 ) -> None:
     """The client leaves between the legs."""
     left = asyncio.Event()
-    async with routed(servers, model_dir, monkeypatch) as made:
+    async with routed(configs(servers), model_dir, monkeypatch) as made:
         made.prefiller = "two"
         prefill = RemotePrefill._prefill
 
@@ -177,7 +126,7 @@ async def test_a_prefiller_that_is_killed_before_the_pull_costs_no_answer(
 ) -> None:
     """vLLM answers 500; the same replica then computes the prompt itself."""
     text = real_text(TOKENS, seed=5)
-    async with routed(servers, model_dir, monkeypatch) as made:
+    async with routed(configs(servers), model_dir, monkeypatch) as made:
         local, _ = await made.ask(text)
         await asyncio.to_thread(empty, servers)
         made.prefiller = "two"
