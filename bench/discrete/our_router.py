@@ -17,12 +17,15 @@ from cacheengine.record import BandwidthMeter
 from router.config.cost_weights import DEFAULT_WEIGHTS, CostWeights
 from router.config.settings import RatesConfig, ReplicaConfig, RouterConfig
 from router.fleet.fleet import Fleet
+from router.fleet.in_flight import Ticket
+from router.fleet.replica import Replica
 from router.index.kv_events import BlocksRemoved, BlocksStored, GpuCleared, KvBatch, KvEvent
 from router.index.prompt_keys import KvTier, PromptKeyCache
 from router.scheduling.admission import AdmissionController, AdmissionQueue
 from router.scheduling.request_scheduler import PlacementRequest, RequestScheduler
 from router.staging.stager import Stager
 from simulator.model.replica_machine import Machine
+from simulator.model.sim_request import SimRequest
 from warmroute_common.agent_protocol import InstanceInfo, TierInfo
 from warmroute_common.api_errors import NoReplicaError, RateLimitedError
 from warmroute_common.keys import HashScheme
@@ -86,6 +89,8 @@ class Settings:
     measures: bool = True
     """Whether replicas report what they measured."""
     copies: bool = True
+    splits: bool = False
+    """Whether replicas may prefill for each other."""
     weights: CostWeights = DEFAULT_WEIGHTS
 
 
@@ -111,6 +116,7 @@ class OurRouter:
                     url=f"http://r{each.slot}:1",
                     instance_id=f"r{each.slot}",
                     agent_url=f"http://r{each.slot}:2",
+                    nixl_role="both" if settings.splits else None,
                 )
                 for each in replicas
             ),
@@ -131,7 +137,9 @@ class OurRouter:
         self._copies = settings.copies
         self._measures = settings.measures
         self._health = Health(replicas, self._health_changed)
-        self._refused = 0
+        self._refused = self._remote_prefills = 0
+        self._output_tokens: dict[str | None, float] = {}
+        """By session, the mean length of its answers so far."""
         for each in replicas:
             self._meet(each)
             each.listeners.append(self)
@@ -170,7 +178,12 @@ class OurRouter:
         """Send a request to one replica; False while another may still be tried."""
 
         request = PlacementRequest(
-            keys=keys, session=sent.session, exclude=tuple(failed), streamed=sent.streamed
+            keys=keys,
+            session=sent.session,
+            exclude=tuple(failed),
+            streamed=sent.streamed,
+            output_tokens=self._output_tokens.get(sent.session),
+            may_split=not failed,
         )
         admitted = await self._admission.admit(request, at_once=bool(failed))
         decision, ticket = admitted.decision, admitted.ticket
@@ -188,17 +201,23 @@ class OurRouter:
 
         try:
             prepared = await self._stager.prepare(decision)
-            if decision.is_staged or prepared.waited_s > 0:
+            if ticket.first_leg is None and (decision.is_staged or prepared.waited_s > 0):
                 ticket.sent(self._loop.time(), is_staged=prepared.is_staged)
             sent.record.headers = {"reason": str(decision.reason), **prepared.headers()}
             sent.record.predicted_ttft_s = decision.predicted_ttft_s
-            serving = replica.submit(sent.prompt, sent.output_tokens, first_token)
+            lent = await self._prefill(ticket, sent)
+            if lent is not None:
+                ticket.pulls(self._loop.time())
+            serving = replica.submit(sent.prompt, sent.output_tokens, first_token, pulls_from=lent)
             await serving.done
+            if lent is not None:
+                serving.request.cached = lent[1].cached
             if not sent.streamed:
                 ticket.first_byte(self._loop.time(), streamed=False)
             ok, cached_tokens = True, serving.request.cached.total
             output_tokens = sent.output_tokens
             sent.served(replica.slot, serving.request, self._loop.time())
+            self._learn(decision.picked.replica, sent)
         except ReplicaDownError:
             failed.append(decision.replica_id)
             self._health.suspect(replica)
@@ -221,9 +240,36 @@ class OurRouter:
             self._admission.wake()
         return True
 
+    async def _prefill(self, ticket: Ticket, sent: Sent) -> tuple[ModelReplica, SimRequest] | None:
+        """Have another replica prefill the prompt if the decision says so; return who lends it."""
+        leg = ticket.first_leg
+        if leg is None:
+            return None
+        self._remote_prefills += 1
+        lender = self._replicas[leg.replica.slot]
+        serving = lender.submit(sent.prompt, 1, lambda _: None, lends=True)
+        await serving.done
+        leg.first_byte(self._loop.time(), streamed=False)
+        cached_tokens = serving.request.cached.total
+        leg.finish(self._loop.time(), ok=True, cached_tokens=cached_tokens, output_tokens=1)
+        self._admission.wake()
+        return lender, serving.request
+
+    def _learn(self, replica: Replica, sent: Sent) -> None:
+        """Note how long an answer was, and how fast if it was streamed."""
+        known = self._output_tokens.get(sent.session, sent.output_tokens)
+        self._output_tokens[sent.session] = (known + sent.output_tokens) / 2
+        record, tokens = sent.record, sent.output_tokens - 1
+        if sent.streamed and tokens and record.ttft_s is not None and record.total_s is not None:
+            replica.note_output_tokens(tokens, record.total_s - record.ttft_s, self._loop.time())
+
     def counts(self) -> dict[str, float]:
         """Return refusals, and what was moved between replicas."""
-        return {"refused": self._refused, "copied_tokens": self.network.moved_tokens}
+        return {
+            "refused": self._refused,
+            "copied_tokens": self.network.moved_tokens,
+            "remote_prefills": self._remote_prefills,
+        }
 
     # --- what replicas tell
 

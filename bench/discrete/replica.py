@@ -102,11 +102,21 @@ class ModelReplica:
         self._serving: dict[SimRequest, Serving] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._numbers = count(1)
+        self._loans: dict[SimRequest, tuple[ModelReplica, SimRequest]] = {}
+        """By a request that pulls, who lends it which request's blocks."""
 
     def submit(
-        self, prompt: ModelPrompt, output_tokens: int, on_first_token: Callable[[float], None]
+        self,
+        prompt: ModelPrompt,
+        output_tokens: int,
+        on_first_token: Callable[[float], None],
+        *,
+        lends: bool = False,
+        pulls_from: "tuple[ModelReplica, SimRequest] | None" = None,
     ) -> Serving:
-        """Queue a request. Raises `ReplicaDownError`, and ValueError if it can never fit."""
+        """Queue a request. A request that ``lends`` keeps its blocks for one that pulls its KV.
+
+        Raises `ReplicaDownError`, and ValueError if it can never fit."""
         if not self.is_alive:
             raise ReplicaDownError
         step = self.machine.shape.blocks_per_chunk
@@ -117,7 +127,11 @@ class ModelReplica:
             block_keys=prompt.keys,
             chunk_keys=prompt.keys[step - 1 :: step],
             emit_every=_FIRST_AND_LAST,
+            lends=lends,
+            pull_tokens=0 if pulls_from is None else prompt.token_count,
         )
+        if pulls_from is not None:
+            self._loans[request] = pulls_from
         if self.foresight is not None:
             self.model.advance(self._loop.time())
             self.foresight.expect(request)
@@ -141,6 +155,8 @@ class ModelReplica:
             self._forget(serving.request)
             serving.done.set_exception(AnswerCutError())
         self._serving.clear()
+        for request in list(self.model.lent):
+            self.model.end_loan(request, self._loop.time())
         self.model.clear_gpu()
         self._settle()
         self.engine.clear_cpu()
@@ -174,6 +190,8 @@ class ModelReplica:
                 case GpuBlocksCleared():
                     for each in self.listeners:
                         each.cleared(self.slot)
+        for request, _ in self.model.take_pulled():
+            self._end_loan(request)
         for request, _, at_s in self.model.take_progress():
             self._hear(self._serving[request], at_s)
         self._set_timer()
@@ -187,7 +205,18 @@ class ModelReplica:
             self._forget(serving.request)
             serving.done.set_result(None)
 
+    def _end_loan(self, request: SimRequest) -> None:
+        if (loan := self._loans.pop(request, None)) is not None:
+            lender, lent = loan
+            self._loop.call_soon(lender.end_loan, lent)
+
+    def end_loan(self, request: SimRequest) -> None:
+        """Free the blocks that a request has lent."""
+        if self.model.end_loan(request, self._loop.time()):
+            self._settle()
+
     def _forget(self, request: SimRequest) -> None:
+        self._end_loan(request)
         if self.foresight is not None:
             self.foresight.forget(request)
 

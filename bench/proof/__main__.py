@@ -26,7 +26,7 @@ from typing import Final
 from bench.command import positive
 from bench.proof import tables
 from bench.proof.bars import bars
-from bench.proof.case import Case
+from bench.proof.case import DECODE_RATES, Case
 from bench.proof.cases import SIZES, TRACED, all_cases, chosen
 from bench.proof.compare import P90, best_peer
 from bench.proof.make import Maker, definitions, tried
@@ -93,6 +93,9 @@ def _smaller(case: Case, arguments: argparse.Namespace) -> Case:
         requests=arguments.requests or case.requests,
         seeds=tuple(range(first, first + count)),
         contenders=tuple(arguments.contender or case.contenders),
+        decode=arguments.decode or case.decode,
+        bound_s=arguments.ttft_bound or case.bound_s,
+        tpot_bound_s=arguments.tpot_bound or case.tpot_bound_s,
     )
 
 
@@ -226,6 +229,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--first-seed", type=positive, metavar="N", help="to tune on: below those of the results"
     )
     made["try"].add_argument("--contender", nargs="+", metavar="NAME", help="only these")
+    made["try"].add_argument("--decode", choices=DECODE_RATES, help="what a decode costs")
+    made["try"].add_argument("--ttft-bound", type=float, metavar="S", help="of goodput")
+    made["try"].add_argument("--tpot-bound", type=float, metavar="S", help="of goodput")
     made["readme"].add_argument(
         "--page", type=Path, nargs="+", default=[ROOT / page for page in PAGES]
     )

@@ -10,6 +10,7 @@ from typing import Final, Literal
 from simulator.model.replica_machine import Machine, Shape
 
 Disk = Literal["fast", "slow"]
+Decode = Literal["flat", "by-context"]
 Fault = Literal["slow-replica", "dies-and-returns"]
 
 DISK_TOKENS_PER_S: Final[dict[Disk, float]] = {"fast": 20_000.0, "slow": 4_000.0}
@@ -23,6 +24,20 @@ MACHINE: Final = Machine(
 Its KV cache is that of an 8-billion-parameter model (128 KiB a token) on a GPU of 141 GB.
 With less, agents' running requests need more KV memory than there is before prefill is
 scarce. Blocks are the traces' own.
+"""
+DECODE_RATES: Final[dict[Decode, dict[str, float]]] = {
+    "flat": {},
+    "by-context": {
+        "decode_s_per_sequence": (7.3e-3 - 6.6e-3) / 15,
+        "decode_s_per_context_token": 131_072 / 4.8e12,
+    },
+}
+"""What a decoding sequence adds to a step.
+
+By context: a step reads the KV of all its sequences. That takes its bytes, 128 KiB a token of an
+8-billion-parameter model, over the GPU's memory bandwidth: 4.8 TB/s (NVIDIA's data sheet of the
+H200, the GPU of 141 GB above). The rest is what an H100 was measured to take with short contexts:
+6.6 ms with one sequence, 7.3 ms with 16 (docs/benchmarks.md). Flat: 0.2 ms, whatever the context.
 """
 ALSO_BOUNDS_S: Final = (1.0, 2.0, 5.0, 10.0, 20.0)
 """Shares of requests that meet these are kept too, besides that of goodput."""
@@ -73,6 +88,9 @@ class Case:
     contenders: tuple[str, ...]
     bound_s: float
     """Of TTFT, for goodput."""
+    tpot_bound_s: float = 0.05
+    """Of the time per output token, for the share of requests that meet both bounds."""
+    decode: Decode = "flat"
     fault: Fault | None = None
     all_streamed: bool = False
     """Whether every answer is streamed, whatever the workload says."""
@@ -82,7 +100,11 @@ class Case:
         """Size and speed of each replica."""
         return replace(
             MACHINE,
-            rates=replace(MACHINE.rates, disk_tokens_per_s=DISK_TOKENS_PER_S[self.disk]),
+            rates=replace(
+                MACHINE.rates,
+                disk_tokens_per_s=DISK_TOKENS_PER_S[self.disk],
+                **DECODE_RATES[self.decode],
+            ),
             cpu_tokens=round(self.ram * MACHINE.shape.gpu_tokens),
         )
 

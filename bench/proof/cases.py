@@ -55,6 +55,8 @@ TTFT_BOUND_S: Final = {
     "mixture": 5.0,
 }
 """Of goodput: a request that waits longer is not served in time."""
+TPOT_BOUND_S: Final = {"agents": 0.03}
+"""Of the share of requests that meet both bounds, where it is not a case's default."""
 
 LOADS: Final = (0.5, 0.8, 0.95)
 """Prefill that one infinite cache for all would leave, over what the fleet prefills."""
@@ -236,5 +238,6 @@ def _case(
         seeds=tuple(range(FIRST_SEED, FIRST_SEED + size.seeds)),
         contenders=contenders,
         bound_s=TTFT_BOUND_S[workload],
+        tpot_bound_s=TPOT_BOUND_S.get(workload, Case.tpot_bound_s),
         **more,
     )

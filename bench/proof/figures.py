@@ -215,6 +215,8 @@ class Figures:
     counts: dict[str, float]
     """What the driver counted over the whole run, warm-up included, such as wasted prefetch."""
     output_token_p50_s: float | None = None
+    met_both: float | None = None
+    """Share of requests that meet the case's bounds of TTFT and of the time per output token."""
 
 
 def bound_key(bound_s: float) -> str:
@@ -230,10 +232,12 @@ def figures(
     replicas: int,
     fleet_tokens_per_s: float,
     bounds_s: Iterable[float],
+    both_s: tuple[float, float],
     counts: Mapping[str, float],
 ) -> Figures:
     """Return the figures of a run, of the requests with the ``reported`` numbers.
 
+    ``both_s``: the bounds of TTFT and of the time per output token that requests must both meet.
     Raises `BenchError` where there are none of them.
     """
     if not reported:
@@ -259,6 +263,7 @@ def figures(
         output_token_p50_s=_quantile(token_times, 0.5),
         output_token_p90_s=_quantile(token_times, 0.9),
         met={bound_key(each): _share_within(ttfts, each) for each in bounds_s},
+        met_both=sum(_meets(each, *both_s) for each in done) / len(reported),
         hits=_hits(done),
         computed_tokens=sum(each.computed_tokens for each in done),
         moved=_moved(told, records),
@@ -294,6 +299,10 @@ def _output_token_s(record: Record) -> float | None:
     if record.output_tokens < 2 or record.ttft_s is None or record.total_s is None:
         return None
     return (record.total_s - record.ttft_s) / (record.output_tokens - 1)
+
+
+def _meets(record: Record, bound_s: float, tpot_bound_s: float) -> bool:
+    return ttft_s(record) <= bound_s and (_output_token_s(record) or 0.0) <= tpot_bound_s
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -235,6 +235,7 @@ def _play(task: Task, bench: Bench, load: float) -> tuple[Played, Columns | None
         replicas=case.replicas,
         fleet_tokens_per_s=case.fleet_tokens_per_s,
         bounds_s=case.bounds_s,
+        both_s=(case.bound_s, case.tpot_bound_s),
         counts=outcome.counts,
     )
     is_first = task.seed == case.seeds[0]

@@ -34,7 +34,8 @@ def show(result: Result) -> str:
     binds = sorted({each.binds for each in result.workloads})
     title = (
         f"{case.name}: {len(case.seeds)} seeds of {case.requests} requests, "
-        f"{', '.join(binds)} binds, TTFT bound {case.bound_s:g} s; model seconds; "
+        f"{', '.join(binds)} binds, bounds {case.bound_s:g} s (TTFT) and "
+        f"{1000 * case.tpot_bound_s:g} ms (TPOT); model seconds; "
         f"made at {result.machine.get('commit')}"
     )
     if case.search is not None:
@@ -50,7 +51,8 @@ def _goodputs(result: Result) -> str:
 
 
 def _times(result: Result) -> str:
-    head = ["", *(column for column, _ in tables.COLUMNS), "less ours", "in time", "errors", "429s"]
+    head = ["", *(column for column, _ in tables.COLUMNS)]
+    head += ["less ours", "in time", "and TPOT", "errors", "429s"]
     lines = []
     for name in result.case.contenders:
         figures = [each.figures for each in rows(result, name)]
@@ -61,6 +63,7 @@ def _times(result: Result) -> str:
                 *(tables.told_time(result, name, each) for _, each in tables.COLUMNS),
                 _less_ours(result, name),
                 tables.percent(statistics.fmean(each.met[key] for each in figures)),
+                _mean(figures, lambda each: each.met_both, tables.percent),
                 str(sum(each.errors for each in figures)),
                 str(sum(each.refused for each in figures)),
             ]

@@ -86,7 +86,8 @@ class IdealRun:
             prompt_tokens += turn.tokens
             matched_tokens = self._usable(known_tokens, prompt_tokens)
             ttft_s = self._ttft_s(prompt_tokens - matched_tokens, matched_tokens)
-            decodes_s = (turn.output_tokens - 1) * self._rates.decode_s(1)
+            context_tokens = prompt_tokens + turn.output_tokens // 2
+            decodes_s = (turn.output_tokens - 1) * self._rates.decode_s(1, context_tokens)
             turns.append(
                 IdealTurn(
                     offset_s=offset_s,

@@ -124,7 +124,7 @@ def _against(picked: Candidate, other: Candidate, name: str, weights: CostWeight
     if late_s >= _NO_LATER_S:
         return f"{name} would take {seconds_text(late_s)} longer"
     faster = "be as fast" if late_s > -_NO_LATER_S else f"be {seconds_text(-late_s)} faster"
-    others_s, picked_others_s = other.others_s(weights), picked.others_s(weights)
+    others_s, picked_others_s = (each.others_s(weights) + each.slowed_s for each in (other, picked))
     if others_s - picked_others_s >= _NO_LATER_S:
         return (
             f"{name} would {faster}, but delay other requests by {seconds_text(others_s)} "
@@ -158,7 +158,7 @@ def _copy(decision: Decision) -> dict[str, Any] | None:
 
 def _candidate(candidate: Candidate, fleet: Fleet) -> dict[str, Any]:
     replica, cost, source = candidate.replica, candidate.cost, candidate.source
-    errors = replica.errors.figures()
+    prefiller, errors = candidate.prefiller, replica.errors.figures()
     return {
         "replica_id": replica.id,
         "matched_tokens": _by_name(candidate.matched_tokens),
@@ -174,6 +174,11 @@ def _candidate(candidate: Candidate, fleet: Fleet) -> dict[str, Any]:
         "fetch_s": cost.fetched_s,
         "load_s": cost.load_s,
         "prefill_s": cost.prefill_s,
+        "prefilled_by": None if prefiller is None else prefiller.replica.id,
+        "prefilled_s": cost.prefilled_s,
+        "pull_s": cost.pull_s,
+        "decode_s": candidate.decode_s(fleet.weights),
+        "slowed_s": candidate.slowed_s,
         "beyond_home_s": candidate.beyond_home_s,
         "others_s": candidate.others_s(fleet.weights),
         "score_s": candidate.score_s(fleet.weights),
@@ -202,5 +207,7 @@ def _rates(rates: CostModel) -> dict[str, Any]:
         "disk_bytes_per_s": rates.per_second(CostPart.DISK),
         "remote_bytes_per_s": rates.per_second(CostPart.REMOTE),
         "peer_bytes_per_s": rates.per_second(CostPart.PEER),
+        "pull_bytes_per_s": rates.per_second(CostPart.PULL),
+        "output_tokens_per_s": rates.per_second(CostPart.OUTPUT_TOKEN),
         "measured": {part.name.lower(): rates.measured_on(part) for part in rates.measured()},
     }

@@ -18,12 +18,21 @@ class CostWeights:
     attention_tokens: float = 32_768.0
     """Tokens. Start value of the context length at which attention doubles the cost of a token:
     that of a model with 8 billion parameters and a width of 4096."""
-    least_behind: float = 0.02
+    least_behind: float = 0.03
     """Requests assumed to queue behind a request, at least: of two equal TTFTs the one that
     computes less is better."""
     most_behind: float = 32.0
     """Requests assumed to queue behind a request, at most: a second of the replica's time never
     counts more than 32 seconds of waiting."""
+    first_token_weight: float = 3.0
+    """How many seconds after the first token count as one before it; `RouterConfig` sets it."""
+    output_tokens: float = 256.0
+    """Tokens. Expected length of an answer of which nothing is known."""
+    output_token_s: float = 0.01
+    """Seconds. Start value of the time per output token of a replica that prefills nothing."""
+    most_prefill_share: float = 0.9
+    """Share of a replica's time that prefills take from its answers, at most: a burst of prefills
+    passes, and a prediction without a bound would be infinite."""
     near_s: float = 0.02
     """Seconds. Scores that differ from the best by less are equal: predictions are noisy."""
     least_copy_gain_s: float = 0.15
@@ -40,6 +49,9 @@ class CostWeights:
     of a decision in a large fleet, and picks as well as if all were scored."""
     max_sources: int = 2
     """Replicas per kind that KV may be copied from: the ones with the longest matches."""
+    max_prefillers: int = 3
+    """Replicas that each candidate may have prefill the prompt: those that do it with the lowest
+    cost. Bounds the pairs that are scored."""
     alike_share: float = 0.1
     """Share. Requests whose predicted work differs by less may have equal prompts."""
     least_telling_copy_tokens: int = 1024

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Final, Literal
 from urllib.parse import urlsplit
 
+from router.config.cost_weights import DEFAULT_WEIGHTS
 from warmroute_common.config_reader import setting
 
 MIB: Final = 1 << 20
@@ -163,6 +164,8 @@ class RatesConfig:
     """From the remote store to CPU RAM."""
     peer_bytes_per_s: float = setting(1e9, above=0)
     """From another replica's CPU RAM."""
+    pull_bytes_per_s: float = setting(10e9, above=0)
+    """From another replica's GPU to the GPU, by NixlConnector."""
     kv_bytes_per_token: float = setting(100e3, above=0)
     """Size of one token's KV. An agent reports its replica's value."""
     decode_slowdown: float = setting(0.02, at_least=0)
@@ -548,6 +551,9 @@ class RouterConfig:
     policy: PolicyName = "ttft"
     """How a replica is picked. ``ttft``: the one that is predicted to answer first. The other
     policies exist for comparison."""
+    first_token_weight: float = setting(DEFAULT_WEIGHTS.first_token_weight, above=0)
+    """How many seconds after the first token count as one second before it. 1: the whole answer
+    counts, whichever part of it is late. A large number: only the time to first token counts."""
     max_body_bytes: int = setting(64 * MIB, at_least=1024)
     """Largest body of one request. Larger ones get 413."""
     max_bodies_bytes: int = setting(2048 * MIB, at_least=1024)

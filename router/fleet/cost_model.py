@@ -3,7 +3,8 @@
 Every part of a time to first token (TTFT) is an amount of `Work` times the seconds per unit that
 `CostModel` holds for the replica::
 
-    ttft    = base + max(queue, backlog + fetch) + load + prefill
+    ttft    = base + max(queue, backlog + fetch, prefilled) + pull + load + prefill
+    pull    = bytes from another GPU x PULL
     fetch   = disk bytes x DISK + remote bytes x REMOTE + peer bytes x PEER
     load    = bytes beyond the GPU x LOAD
     prefill = new tokens x (PREFILL + context x ATTENTION + running decodes x DECODE)
@@ -39,6 +40,8 @@ _KNOWN_TICKS: Final = 60
 """Seconds after which a rate that was not measured again counts as not known."""
 _COPY_KEPT: Final = 0.75
 """Weight of a copy after the next one."""
+_ANSWER_KEPT: Final = 0.95
+"""Weight of an answer after the next one."""
 _ALONE_KEPT: Final = 9
 """Prefills of which the median is taken, for a server that reports no rates."""
 _LEAST_ALONE_TOKENS: Final = 256
@@ -66,6 +69,10 @@ class CostPart(IntEnum):
     """A byte, from a remote store to CPU RAM."""
     PEER = 7
     """A byte, from another replica to CPU RAM."""
+    OUTPUT_TOKEN = 8
+    """A token of an answer after its first one (TPOT), while the replica prefills nothing."""
+    PULL = 9
+    """A byte, from another replica's GPU to the GPU."""
 
 
 _COMPUTING: Final = (CostPart.PREFILL, CostPart.ATTENTION, CostPart.DECODE)
@@ -85,6 +92,10 @@ class Work:
     remote_bytes: float = 0.0
     peer_bytes: float = 0.0
     """To copy from another replica."""
+    pull_bytes: float = 0.0
+    """To pull from the replica that has prefilled the prompt."""
+    prefilled_s: float = 0.0
+    """Seconds until that replica has prefilled it."""
     queue_s: float = 0.0
     """Seconds until the replica begins with the request."""
     backlog_s: float = 0.0
@@ -137,6 +148,9 @@ class Cost:
     fetch_s: float
     load_s: float
     prefill_s: float
+    prefilled_s: float = 0.0
+    """Until another replica has prefilled the prompt."""
+    pull_s: float = 0.0
 
     @property
     def busy_s(self) -> float:
@@ -150,13 +164,14 @@ class Cost:
 
     @property
     def queued_s(self) -> float:
-        """The queue's part of the TTFT: 0 if a longer fetch hides it."""
-        return 0.0 if self.fetched_s > self.queue_s else self.queue_s
+        """The queue's part of the TTFT: 0 if a longer fetch or remote prefill hides it."""
+        return 0.0 if max(self.fetched_s, self.prefilled_s) > self.queue_s else self.queue_s
 
     @property
     def ttft_s(self) -> float:
-        """Predicted TTFT; the fetch overlaps the queue."""
-        return self.base_s + max(self.queue_s, self.fetched_s) + self.busy_s
+        """Predicted TTFT; the fetch and a remote prefill overlap the queue."""
+        ready_s = max(self.queue_s, self.fetched_s, self.prefilled_s)
+        return self.base_s + ready_s + self.pull_s + self.busy_s
 
 
 def _prefill_s(seconds: Sequence[float], work: Work) -> float:
@@ -182,6 +197,8 @@ class CostModel:
             1 / config.disk_bytes_per_s,
             1 / config.remote_bytes_per_s,
             1 / config.peer_bytes_per_s,
+            weights.output_token_s,
+            1 / config.pull_bytes_per_s,
         )
         self._seconds = list(self._start)
         self._measured_on: dict[CostPart, float] = {}
@@ -190,6 +207,10 @@ class CostModel:
         """How many ticks ago that grew last; without an entry the rate is a start value."""
         self._copied = (0.0, 0.0)
         """Bytes and seconds of the last copies."""
+        self._pulled = (0.0, 0.0)
+        """Bytes and seconds of the last pulls."""
+        self._answered = (0.0, 0.0)
+        """Tokens and seconds of the last answers."""
         self._reports_compute = False
         self._alone: deque[float] = deque(maxlen=_ALONE_KEPT)
 
@@ -236,6 +257,8 @@ class CostModel:
             fetch_s=fetch_s,
             load_s=load_s,
             prefill_s=_prefill_s(seconds, work),
+            prefilled_s=work.prefilled_s,
+            pull_s=seconds[CostPart.PULL] * work.pull_bytes,
         )
 
     def report(self, part: CostPart, per_second: float, measured_on: float) -> None:
@@ -295,11 +318,25 @@ class CostModel:
 
     def note_copy(self, nbytes: int, seconds: float) -> None:
         """Measure the rate of copies from other replicas; later copies count more."""
-        copied_bytes, copied_s = self._copied
-        self._copied = (_COPY_KEPT * copied_bytes + nbytes, _COPY_KEPT * copied_s + seconds)
-        per_second = self._copied[0] / self._copied[1]
-        measured_on = self.measured_on(CostPart.PEER) + nbytes
-        self.report(CostPart.PEER, per_second, measured_on)
+        self._copied = self._average(CostPart.PEER, self._copied, _COPY_KEPT, nbytes, seconds)
+
+    def note_pull(self, nbytes: int, seconds: float) -> None:
+        """Measure the rate of pulls from other replicas' GPUs; later pulls count more."""
+        self._pulled = self._average(CostPart.PULL, self._pulled, _COPY_KEPT, nbytes, seconds)
+
+    def note_output_tokens(self, tokens: int, seconds: float) -> None:
+        """Measure how fast answers are written; later ones count more."""
+        self._answered = self._average(
+            CostPart.OUTPUT_TOKEN, self._answered, _ANSWER_KEPT, tokens, seconds
+        )
+
+    def _average(
+        self, part: CostPart, before: tuple[float, float], kept: float, amount: int, seconds: float
+    ) -> tuple[float, float]:
+        """Set the rate of a part to the weighted mean of all observations; return their sums."""
+        sums = kept * before[0] + amount, kept * before[1] + seconds
+        self.report(part, sums[0] / sums[1], self.measured_on(part) + amount)
+        return sums
 
     def tick(self, *, is_idle: bool = True) -> None:
         """Forget a speed that was not measured for a minute; to be called once a second.
@@ -316,6 +353,10 @@ class CostModel:
                 self._seconds[part] = self._start[part]
                 if part is CostPart.PEER:
                     self._copied = (0.0, 0.0)
+                elif part is CostPart.PULL:
+                    self._pulled = (0.0, 0.0)
+                elif part is CostPart.OUTPUT_TOKEN:
+                    self._answered = (0.0, 0.0)
                 elif part is CostPart.PREFILL:
                     self._alone.clear()
 

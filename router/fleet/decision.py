@@ -10,7 +10,7 @@ from enum import StrEnum
 from math import inf
 
 from router.config.cost_weights import CostWeights
-from router.fleet.cost_model import Cost, Work
+from router.fleet.cost_model import Cost, CostPart, Work
 from router.fleet.replica import SLOW_TIERS, Replica
 from router.fleet.replica_queue import NO_KV, KvNeed
 from router.index.prompt_keys import ChunkRun, KvTier, PromptKeys
@@ -52,6 +52,8 @@ class Prefiller:
     """At that replica."""
     cost: Cost
     pull_bytes: float
+    waiting: int = 0
+    """Requests there, or reserved for it, without a first token yet."""
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen: many are made for each decision
@@ -80,6 +82,8 @@ class Candidate:
     that leaves it for that reason takes its KV with it."""
     own_share: float = 0.0
     """The same of the replica alone: for fetches, which delay nobody elsewhere."""
+    output_tokens: float = 0.0
+    """Expected length of the answer."""
     beyond_home_s: float = 0.0
     """Seconds of work that the session's home would not have: what is computed or fetched here is
     there already, and takes room from other KV in the caches."""
@@ -111,8 +115,42 @@ class Candidate:
 
     @property
     def work_s(self) -> float:
-        """Seconds of the replica's time, for computing and for fetching."""
-        return self.cost.busy_s + self.cost.fetch_s
+        """Seconds of replicas' time, for computing and for fetching."""
+        return self.busy_s + self.cost.fetch_s + self.cost.pull_s
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of replicas' time that those behind it wait for."""
+        return self.cost.busy_s + (self.prefiller.cost.busy_s if self.prefiller else 0.0)
+
+    @property
+    def computes_at(self) -> Replica:
+        """The replica that computes the prompt."""
+        return self.prefiller.replica if self.prefiller else self.replica
+
+    @property
+    def slowed_s(self) -> float:
+        """Seconds by which the prefill delays the answers that are running, in total."""
+        slowed_s = self.work.decoding * self.cost.prefill_s
+        if (there := self.prefiller) is not None:
+            slowed_s += there.work.decoding * there.cost.prefill_s
+        return slowed_s
+
+    def decode_s(self, weights: CostWeights) -> float:
+        """Return the expected seconds from the first token to the last one.
+
+        Prefills take their share of the replica's time. This one counts as those do that came
+        before it: where it is computed, more like it follow.
+        """
+        share = min(
+            weights.most_prefill_share, self.own_share + self.cost.busy_s / weights.recent_s
+        )
+        token_s = self.replica.rates.seconds(CostPart.OUTPUT_TOKEN)
+        return self.output_tokens * token_s / (1.0 - share)
+
+    def after_s(self, weights: CostWeights) -> float:
+        """Return the seconds that count after a first token: this answer's, and other answers'."""
+        return self.decode_s(weights) + self.slowed_s
 
     def behind(self, weights: CostWeights) -> float:
         """Return how many requests are expected to wait behind this one.
@@ -121,7 +159,7 @@ class Candidate:
         server that is busy for a share r of its time (M/M/1), whichever is larger, within
         `CostWeights.least_behind` and `CostWeights.most_behind`.
         """
-        return self._behind(self.busy_share, weights)
+        return self._behind(self.busy_share, self.waiting, weights)
 
     def behind_fetch(self, weights: CostWeights) -> float:
         """Return how many requests are expected to wait behind what this one fetches.
@@ -129,11 +167,12 @@ class Candidate:
         Only the replica's own share counts, if that is the lower one. Otherwise a busy fleet would
         never copy KV to a replica that has none, however idle it is.
         """
-        return self._behind(min(self.busy_share, self.own_share), weights)
+        return self._behind(min(self.busy_share, self.own_share), self.waiting, weights)
 
-    def _behind(self, share: float, weights: CostWeights) -> float:
+    @staticmethod
+    def _behind(share: float, waiting: int, weights: CostWeights) -> float:
         usual = share / (1.0 - share) if share < 1.0 else inf
-        return min(weights.most_behind, max(weights.least_behind, usual, self.waiting))
+        return min(weights.most_behind, max(weights.least_behind, usual, waiting))
 
     def others_s(self, weights: CostWeights) -> float:
         """Return what the request costs others: its time, for each request behind it.
@@ -143,12 +182,16 @@ class Candidate:
         other KV that it evicts has to be computed again.
         """
         behind = self.behind(weights)
-        own_s = behind * self.cost.busy_s + self.behind_fetch(weights) * self.cost.fetch_s
+        fetch_s = self.cost.fetch_s + self.cost.pull_s
+        own_s = behind * self.cost.busy_s + self.behind_fetch(weights) * fetch_s
+        if (there := self.prefiller) is not None:
+            own_s += self._behind(self.busy_share, there.waiting, weights) * there.cost.busy_s
         return own_s + (1.0 + behind) * self.beyond_home_s
 
     def score_s(self, weights: CostWeights) -> float:
-        """Return what the picker minimizes: ``ttft + others``."""
-        return self.cost.ttft_s + self.others_s(weights)
+        """Return what the picker minimizes, in seconds before a first token."""
+        after_s = self.after_s(weights) / weights.first_token_weight
+        return self.cost.ttft_s + self.others_s(weights) + after_s
 
     def slow_keys(self) -> tuple[bytes, ...]:
         """Return the whole digests of the chunks to use that lie only on disk or remote."""
@@ -247,6 +290,7 @@ class Decision:
                 matched_tokens={},
                 work=prefiller.work,
                 cost=prefiller.cost,
+                kv=picked.kv,
             ),
             reason=self.reason,
             prompt_tokens=self.prompt_tokens,

@@ -6,6 +6,7 @@ changed. It does no I/O and reads no clock. Feeds, health checks and the proxy r
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
@@ -51,18 +52,18 @@ class Fleet:
     ) -> None:
         """``jitter`` returns random numbers from 0 to 1, for the times that breakers are open."""
         self.config = config
-        self.weights = weights
+        self.weights = replace(weights, first_token_weight=config.first_token_weight)
         self.aliases: Mapping[str, str] = config.model_aliases
         """By further names that clients may use, the names of models."""
         self.replicas = Replicas(config.breaker, jitter)
         for each in config.replicas:
-            self.replicas.add(each, config.rates, weights)
+            self.replicas.add(each, config.rates, self.weights)
         self.index = PrefixIndex(self._index_keys())
-        self.sessions = Sessions(config.sessions.max_sessions, config.sessions.ttl_s, weights)
+        self.sessions = Sessions(config.sessions.max_sessions, config.sessions.ttl_s, self.weights)
         self.prefills = PrefillTracker()
         self.started = 0
         """Requests ever started."""
-        self._recent = RecentWork(weights)
+        self._recent = RecentWork(self.weights)
         self._unanswered: set[Ticket] = set()
         self._contexts: dict[str, Sequence[tuple[int, str]]] = {}
         self._contexts_version = self.replicas.version

@@ -84,6 +84,8 @@ class Ticket:
     """The prefill of its prompt at another replica; it ends with this one at the latest."""
     is_pulling: bool = False
     """Whether its replica pulls the prompt's KV from another one."""
+    _pulls_s: float | None = None
+    """When it began to pull, if that says how long it takes."""
 
     def __init__(
         self,
@@ -154,6 +156,8 @@ class Ticket:
         self.phase = Phase.FETCHING
         self._staged_tokens = decision.staged_tokens
         replica.staged_tokens += self._staged_tokens
+        self._incoming_tokens = 0 if picked.prefiller is None else decision.prompt_tokens
+        replica.incoming_tokens += self._incoming_tokens
         if self._cost.fetch_s:
             # Staged or not: a replica reads one request's KV after the other's.
             self._ready_s = replica.fetch(self._cost.fetch_s, now_s)
@@ -182,6 +186,9 @@ class Ticket:
     def pulls(self, now_s: float) -> None:
         """Note that it is sent now, and that its replica pulls the KV of the whole prompt."""
         self.is_pulling = True
+        # Without others before it the wait for its first token is that for the KV.
+        if self.replica.waiting - self.replica.fetching == 0:
+            self._pulls_s = now_s
         self.sent(now_s)
 
     def first_byte(
@@ -205,6 +212,7 @@ class Ticket:
         self._was_alone &= self.replica.started == self._number
         if streamed:
             self._ttft_s = began_s - self.started_s
+            self._note_pull(began_s)
         self._move(PhaseEvent.FIRST_TOKEN, began_s)
         self._leave_prefill(began_s, just_now=streamed)
 
@@ -274,7 +282,9 @@ class Ticket:
             return False
         self.phase = after
         replica = self.replica
-        replica.fetching -= before is Phase.FETCHING
+        if before is Phase.FETCHING:
+            replica.fetching -= 1
+            replica.incoming_tokens -= self._incoming_tokens
         if before in _WAITING and after not in _WAITING:
             replica.waiting -= 1
             replica.staged_tokens -= self._staged_tokens
@@ -346,6 +356,15 @@ class Ticket:
             self.replica.note_answer(now_s - self.started_s - self._ttft_s)
         elif self._stored_s is not None:
             self.replica.note_answer(now_s - self._stored_s)
+
+    def _note_pull(self, began_s: float) -> None:
+        """Learn the rate of pulls; a small one says nothing about it."""
+        nbytes = self._work.pull_bytes
+        least_bytes = self._weights.least_telling_copy_tokens * self.replica.kv_bytes_per_token
+        if self._pulls_s is not None and nbytes >= least_bytes:
+            seconds = began_s - self._pulls_s - self._cost.base_s - self._cost.busy_s
+            if seconds > 0:
+                self.replica.rates.note_pull(round(nbytes), seconds)
 
     def _note_alone(self, cached_tokens: int | None, ttft_s: float) -> None:
         """Let the rates use the TTFT of a request that no other one delayed."""

@@ -185,6 +185,8 @@ class Replica:
     """Requests in flight without a first token."""
     fetching: int = 0
     """Those of them whose KV is being brought to its CPU RAM."""
+    incoming_tokens: int = 0
+    """Tokens of prompts that other replicas prefill for it now: their KV will take its memory."""
     decoding: int = 0
     """Requests in flight after their first token."""
     others_waiting: int = 0
@@ -365,6 +367,15 @@ class Replica:
             self.answers, self.weights.recent_requests
         )
         self.queue.set_answer_s(self._answer_s)
+
+    def note_output_tokens(self, tokens: int, seconds: float, now_s: float) -> None:
+        """Note that an answer took so long for the tokens after its first one.
+
+        The rate is that of a replica which prefills nothing: so one that computes much counts as
+        slow only while it does, whatever its last answers took.
+        """
+        share = min(self.weights.most_prefill_share, self.recent.share(now_s))
+        self.rates.note_output_tokens(tokens, seconds * (1.0 - share))
 
     def note_work(self, busy_s: float, now_s: float) -> None:
         """Note the predicted work of the request that was just sent there."""

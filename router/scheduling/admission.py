@@ -105,9 +105,9 @@ class AdmissionQueue:
         if may_wait:
             # Rates differ slightly between replicas: requests of about the same length count too.
             # Otherwise a burst of equal prompts would all wait for the replica of the last one.
-            about_s = decision.picked.cost.busy_s * (1.0 + self._fleet.weights.alike_share)
+            about_s = decision.picked.busy_s * (1.0 + self._fleet.weights.alike_share)
             ahead = self._queue.ahead_of(about_s, now_s)
-            if ahead.requests(decision.picked.replica.slot):
+            if ahead.requests(decision.picked.computes_at.slot):
                 decision = self._scheduler.place(request, now_s, ahead)
         picked = decision.picked
         permitted_s = min(max_wait_s, self._config.max_wait_s)
@@ -115,8 +115,8 @@ class AdmissionQueue:
             request=request,
             arrived_s=now_s,
             deadline_s=now_s + permitted_s,
-            service_s=picked.cost.busy_s,
-            replica=picked.replica,
+            service_s=picked.busy_s,
+            replica=picked.computes_at,
             prompt=picked.keys.keys[-1] if picked.keys.keys else None,
             kv=picked.kv,
             may_wait_s=self._may_wait_s(picked),
@@ -195,7 +195,7 @@ class AdmissionQueue:
         except Exception as error:  # noqa: BLE001  (its client gets it; those behind continue)
             return error  # case 6
         picked = decision.picked
-        self._queue.revalue(waiting, picked.cost.busy_s, picked.replica)
+        self._queue.revalue(waiting, picked.busy_s, picked.computes_at)
         waiting.kv, waiting.may_wait_s = picked.kv, self._may_wait_s(picked)
         if self._is_ready(waiting, now_s):  # case 4
             return self._admit(decision, now_s, waited_s=now_s - waiting.arrived_s)

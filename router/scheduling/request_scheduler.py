@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import chain, islice
+from math import inf
 from typing import Final, TypeAlias
 
 import xxhash
@@ -37,6 +38,10 @@ from warmroute_common.api_errors import NoReplicaError, UnknownModelError
 
 _MAX_VIEWS: Final = 256
 """Views kept: clients choose models' names if replicas do not report theirs; gateways, subsets."""
+
+_PREFILLING: Final = ("both", "prefill")
+_DECODING: Final = ("both", "decode")
+"""Values of `Replica.nixl_role`."""
 
 _Asked: TypeAlias = tuple[str | None, frozenset[str], str | None, frozenset[str] | None]
 """A model, excluded replicas, the one that a request is bound to, and those it may go to."""
@@ -329,6 +334,8 @@ class PlacementRequest:
     """Ids of the replicas that may be asked; None: all."""
     streamed: bool = True
     """Whether the answer is streamed, so that its first token will be seen."""
+    output_tokens: float | None = None
+    """Expected length of the answer; None: nothing is known of it."""
     may_split: bool = False
     """Whether another replica may prefill the prompt."""
 
@@ -382,12 +389,18 @@ class RequestScheduler:
             sources=matches.sources(now_s) if config.prefetch.enabled else (),
             reserved=reserved or ReservedWork(),
             busy_share=fleet.busy_share(now_s),
+            output_tokens=request.output_tokens or weights.output_tokens,
             now_s=now_s,
         )
         candidates = tuple(
             scorer.best(each, matches.keys(each), matches.depth(each).gpu_blocks) for each in scored
         )
-        _weigh_leaving(candidates, home)
+        at_home = next((each for each in candidates if each.replica is home), None)
+        home_work_s = inf if at_home is None else at_home.work_s
+        for each in candidates:
+            each.beyond_home_s = max(0.0, each.work_s - home_work_s)
+        if request.may_split:
+            candidates = _split(candidates, scorer, matches, home_work_s, weights)
         if foreseen is None:
             picked, reason = pick(config.policy, candidates, context)
         else:
@@ -417,12 +430,29 @@ class RequestScheduler:
         )
 
 
-def _weigh_leaving(candidates: Sequence[Candidate], home: Replica | None) -> None:
-    """Note how much more work each candidate is than the session's home."""
-    at_home = next((each for each in candidates if each.replica is home), None)
-    if at_home is not None:
-        for each in candidates:
-            each.beyond_home_s = max(0.0, each.work_s - at_home.work_s)
+def _split(
+    candidates: Sequence[Candidate],
+    scorer: Scorer,
+    matches: PrefixMatches,
+    home_work_s: float,
+    weights: CostWeights,
+) -> tuple[Candidate, ...]:
+    """Return the candidates, each with another replica's prefill where that has a lower score."""
+    able = [each.replica for each in candidates if each.replica.nixl_role in _PREFILLING]
+    if not able:
+        return tuple(candidates)
+    firsts = scorer.prefillers(
+        [(each, matches.keys(each), matches.depth(each).gpu_blocks) for each in able]
+    )
+    best = []
+    for own in candidates:
+        options = [own]
+        for first in firsts if own.replica.nixl_role in _DECODING else ():
+            if (split := scorer.with_prefiller(own, first)) is not None:
+                split.beyond_home_s = max(0.0, split.work_s - home_work_s)
+                options.append(split)
+        best.append(min(options, key=lambda each: each.score_s(weights)))
+    return tuple(best)
 
 
 def _copy(picked: Candidate) -> KvCopy | None:

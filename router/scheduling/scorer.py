@@ -6,6 +6,7 @@ separates equal candidates, so that equal prompts meet at one replica when nothi
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import nsmallest
 from types import MappingProxyType
 from typing import Final
 
@@ -14,7 +15,7 @@ import xxhash
 from router.config.cost_weights import DEFAULT_WEIGHTS, CostWeights
 from router.config.settings import PolicyName
 from router.fleet.cost_model import CostPart, Work
-from router.fleet.decision import Candidate, PeerSource, Reason
+from router.fleet.decision import Candidate, PeerSource, Prefiller, Reason
 from router.fleet.replica import SLOW_TIERS, Replica
 from router.fleet.replica_queue import KvNeed
 from router.index.prefix_index import PrefixIndex
@@ -52,7 +53,7 @@ class Scorer:
 
     ``sources`` are replicas that hold much of the prompt, each with its number of blocks: others
     may copy from them what they lack. ``reserved`` is work that goes to replicas before this
-    prompt. ``busy_share`` is the fleet's.
+    prompt. ``busy_share`` is the fleet's, ``output_tokens`` the expected length of the answer.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Scorer:
         sources: Sequence[tuple[Replica, int]] = (),
         reserved: ReservedWork,
         busy_share: float,
+        output_tokens: float,
         now_s: float,
     ) -> None:
         self._index = index
@@ -72,6 +74,7 @@ class Scorer:
         self._sources = sources
         self._reserved = reserved
         self._busy_share = busy_share
+        self._output_tokens = output_tokens
         self._now_s = now_s
         self._needed: tuple[PromptKeys, KvNeed] | None = None
 
@@ -94,6 +97,59 @@ class Scorer:
         candidates = (reading, *computing, *from_peers)
         return min(candidates, key=lambda each: each.score_s(self._weights))
 
+    def prefillers(
+        self, replicas: Sequence[tuple[Replica, PromptKeys, int]]
+    ) -> Sequence[Candidate]:
+        """Return the best replicas to prefill the prompt for another one, the best one first.
+
+        Each replica comes with the prompt's keys and the number of its blocks on the GPU. Nothing
+        is staged for a first leg: KV on disk or remote counts as not there.
+        """
+        able = []
+        for replica, keys, gpu_blocks in replicas:
+            chunk = gpu_blocks // keys.blocks_per_chunk
+            runs = self._index.runs(replica.slot, keys.chunk_keys, chunk)
+            held = Match(gpu_blocks, runs).tokens(keys.block_tokens, keys.blocks_per_chunk)
+            matched = _usable(held, self._prompt_tokens, replica.max_staged_tokens)
+            slow = [tier for tier in SLOW_TIERS if matched.get(tier)]
+            each = self._candidate(replica, keys, (), _before(matched, slow) if slow else matched)
+            each.output_tokens = 0.0  # the answer is written elsewhere
+            able.append(each)
+        weights = self._weights
+        return nsmallest(weights.max_prefillers + 1, able, key=lambda each: each.score_s(weights))
+
+    def with_prefiller(self, own: Candidate, first: Candidate) -> Candidate | None:
+        """Return the candidate whose prompt ``first`` prefills; None if they cannot pair up."""
+        replica, there = own.replica, first.replica
+        if there is replica or first.keys is not own.keys:
+            return None  # other keys: another model or adapter
+        gpu_tokens = own.matched_tokens.get(KvTier.GPU, 0)
+        kv = replace(own.kv, tokens=own.kv.tokens + replica.incoming_tokens)
+        work = Work(
+            new_tokens=1,
+            matched_tokens=self._prompt_tokens - 1,
+            pull_bytes=max(0, self._prompt_tokens - gpu_tokens) * replica.kv_bytes_per_token,
+            prefilled_s=first.ttft_s,
+            queue_s=replica.queue.wait_s(self._now_s, kv) + self._reserved.work_s(replica.slot),
+            decoding=own.work.decoding,
+        )
+        return replace(
+            own,
+            runs=(),
+            matched_tokens={KvTier.GPU: gpu_tokens} if gpu_tokens else {},
+            work=work,
+            cost=replica.rates.cost(work),
+            prefetch_gain_s=0.0,
+            source=None,
+            prefiller=Prefiller(
+                replica=there,
+                work=first.work,
+                cost=first.cost,
+                pull_bytes=work.pull_bytes,
+                waiting=first.waiting,
+            ),
+        )
+
     def _may_copy_to(self, replica: Replica, keys: PromptKeys) -> bool:
         return bool(keys.chain) and replica.has_agent and replica.no_copies_until_s <= self._now_s
 
@@ -109,21 +165,7 @@ class Scorer:
         The latter counts only if the speed of the slow tier is known: otherwise a wrong initial
         rate would keep the tier from being used, and would never be corrected.
         """
-        deep = self._work(replica, keys, matched)
-        candidate = Candidate(
-            replica=replica,
-            keys=keys,
-            runs=runs,
-            matched_tokens=matched,
-            work=deep,
-            cost=replica.rates.cost(deep),
-            kv=self._kv_need(keys),
-            waiting=replica.waiting
-            + replica.others_waiting
-            + self._reserved.requests(replica.slot),
-            busy_share=self._busy_share,
-            own_share=replica.recent.share(self._now_s),
-        )
+        candidate = self._candidate(replica, keys, runs, matched)
         slow = [tier for tier in SLOW_TIERS if matched.get(tier)]
         if not slow:
             return [candidate]
@@ -135,6 +177,30 @@ class Scorer:
         candidate.prefetch_gain_s = max(0.0, gain_s)
         known = all(replica.rates.knows(_RATE_OF[tier]) for tier in slow)
         return [candidate, computing] if known else [candidate]
+
+    def _candidate(
+        self,
+        replica: Replica,
+        keys: PromptKeys,
+        runs: tuple[ChunkRun, ...],
+        matched: Mapping[KvTier, int],
+    ) -> Candidate:
+        work = self._work(replica, keys, matched)
+        return Candidate(
+            replica=replica,
+            keys=keys,
+            runs=runs,
+            matched_tokens=matched,
+            work=work,
+            cost=replica.rates.cost(work),
+            kv=self._kv_need(keys),
+            waiting=replica.waiting
+            + replica.others_waiting
+            + self._reserved.requests(replica.slot),
+            busy_share=self._busy_share,
+            own_share=replica.recent.share(self._now_s),
+            output_tokens=self._output_tokens,
+        )
 
     def _from_peers(self, own: Candidate, match: Match) -> list[Candidate]:
         """Return a candidate for each peer source that is worth its copy."""
@@ -343,7 +409,8 @@ def _idle_instead(
         for each in candidates
         if each.cost.queue_s == 0.0 and not each.waiting
         if each.ttft_s < picked.ttft_s - weights.near_s
-        if each.cost.busy_s <= picked.cost.busy_s + weights.near_s
+        if each.busy_s <= picked.busy_s + weights.near_s
+        if each.after_s(weights) <= picked.after_s(weights) + weights.near_s
     ]
     return min(idle, key=lambda each: each.ttft_s, default=picked)
 

@@ -1,5 +1,7 @@
 """What is published."""
 
+from dataclasses import replace
+
 import pytest
 
 from bench.discrete.contenders import PEERS
@@ -92,6 +94,14 @@ def test_a_case_gives_its_machine_ram_and_disk() -> None:
     assert case.machine.rates.disk_tokens_per_s == DISK_TOKENS_PER_S["slow"]
     assert case.fleet_tokens_per_s == 8 * case.machine.rates.prefill_tokens_per_s
     assert case.bound_s in case.bounds_s
+
+
+def test_a_decode_takes_the_longer_the_more_context_it_reads() -> None:
+    (case,) = chosen(CASES, ["headline-agents-ram1-load0.8"])
+    flat, by_context = case.machine.rates, replace(case, decode="by-context").machine.rates
+    assert flat.decode_s(10, 500_000) == flat.decode_s(10) == pytest.approx(0.008)
+    # 500,000 tokens of 128 KiB at 4.8 TB/s, after a step of 6 ms with 47 us for each sequence.
+    assert by_context.decode_s(10, 500_000) == pytest.approx(0.006 + 0.00047 + 0.01365, rel=1e-3)
 
 
 def test_cases_are_chosen_by_set_name_and_pattern() -> None:

@@ -18,6 +18,7 @@ def told(records: list[Record], reported: list[int] | None = None, **more: Any) 
         "replicas": 2,
         "fleet_tokens_per_s": 1_000.0,
         "bounds_s": (1.0, 2.5),
+        "both_s": (2.0, 0.2),
         "counts": {"preemptions": 3.0},
     }
     return figures(records, **(known | more))
@@ -31,6 +32,11 @@ def test_times_and_shares_of_answered_requests() -> None:
     assert found.met == {"1": 0.1, "2.5": 0.2}
     assert found.hits == {"gpu": 0.2, "cpu": 0.1, "disk": 0.0}
     assert (found.computed_tokens, found.counts) == (7_000, {"preemptions": 3.0})
+
+
+def test_both_bounds_are_met_by_an_early_first_token_and_fast_further_ones() -> None:
+    late, slow, one = record(0, ttft_s=3.0), record(1, total_s=5.0), record(2, output_tokens=1)
+    assert told([late, slow, one, record(3), failed(4)]).met_both == pytest.approx(2 / 5)
 
 
 def test_a_failure_is_an_infinite_time_in_quantiles_and_bounds_but_not_in_means() -> None:

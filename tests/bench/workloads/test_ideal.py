@@ -28,6 +28,12 @@ def test_a_turn_is_due_a_pause_after_the_answer_before() -> None:
     assert (second.prompt_tokens, second.matched_tokens) == (805, 704)
 
 
+def test_a_long_context_makes_an_answer_longer() -> None:
+    rates = Rates(step_s=0.0, decode_s_per_sequence=0.0, decode_s_per_context_token=1e-6)
+    (turn,) = IdealRun(rates, Shape()).answer(Session(0.0, (Turn((Span(1, 950),), 101),)))
+    assert turn.total_s - turn.ttft_s == pytest.approx(100 * 1e-3)
+
+
 def test_what_one_session_sent_the_next_one_finds() -> None:
     run = IdealRun(Rates(), Shape(block_tokens=64))
     session = Session(0.0, (Turn((Span(1, 640), Span(2, 100)), 5),))

@@ -115,6 +115,8 @@ def candidate(
     matched: int = 0,
     in_flight: int = 0,
     waiting: int = 0,
+    decoding: int = 0,
+    output_tokens: float = 0.0,
     busy_share: float = 0.0,
     chain: tuple[bytes, ...] = (),
     slot: int = 0,
@@ -127,7 +129,7 @@ def candidate(
         replica=replica,
         keys=PromptKeys(keys=[], block_tokens=16, blocks_per_chunk=4, chain=chain),
         matched_tokens={KvTier.GPU: matched} if matched else {},
-        work=Work(new_tokens=1),
+        work=Work(new_tokens=1, decoding=decoding),
         cost=Cost(
             base_s=0.0,
             queue_s=queue_s,
@@ -138,6 +140,7 @@ def candidate(
         ),
         waiting=waiting,
         busy_share=busy_share,
+        output_tokens=output_tokens,
     )
 
 

@@ -30,13 +30,23 @@ def formulas() -> dict[str, str]:
     busy_share=st.floats(0.0, 2.0),
     own_share=st.floats(0.0, 2.0),
     beyond_home_s=SECONDS,
+    output_tokens=st.floats(0.0, 1e4),
+    decoding=st.integers(0, 50),
 )
 def test_its_formulas_are_those_of_the_code(
-    parts: dict[str, float], waiting: int, busy_share: float, own_share: float, beyond_home_s: float
+    *,
+    parts: dict[str, float],
+    waiting: int,
+    busy_share: float,
+    own_share: float,
+    beyond_home_s: float,
+    output_tokens: float,
+    decoding: int,
 ) -> None:
     weighed = candidate("r", waiting=waiting, busy_share=busy_share)
     weighed.cost = Cost(**parts)
     weighed.own_share, weighed.beyond_home_s = own_share, beyond_home_s
+    weighed.output_tokens, weighed.work.decoding = output_tokens, decoding
     known: dict[str, Any] = {
         **{each.name: getattr(DEFAULT_WEIGHTS, each.name) for each in fields(DEFAULT_WEIGHTS)},
         **parts,
@@ -44,6 +54,9 @@ def test_its_formulas_are_those_of_the_code(
         "busy_share": busy_share,
         "own_share": own_share,
         "beyond_home_s": beyond_home_s,
+        "output_tokens": output_tokens,
+        "output_token_s": DEFAULT_WEIGHTS.output_token_s,
+        "decoding": decoding,
     }
     for name, formula in formulas().items():
         known[name] = eval(formula, {"max": max, "min": min, "inf": inf}, known)
@@ -51,5 +64,6 @@ def test_its_formulas_are_those_of_the_code(
     assert known["busy_s"] == pytest.approx(weighed.cost.busy_s)
     assert known["ttft_s"] == pytest.approx(weighed.ttft_s)
     assert known["behind"] == pytest.approx(weighed.behind(DEFAULT_WEIGHTS))
+    assert known["after_s"] == pytest.approx(weighed.after_s(DEFAULT_WEIGHTS))
     assert known["others_s"] == pytest.approx(weighed.others_s(DEFAULT_WEIGHTS))
     assert known["score_s"] == pytest.approx(weighed.score_s(DEFAULT_WEIGHTS))

@@ -1,5 +1,7 @@
 """Which candidate each policy picks, and the reason it gives."""
 
+from dataclasses import replace
+
 import pytest
 import xxhash
 
@@ -97,6 +99,37 @@ def test_a_request_waits_for_no_replica_while_another_is_sooner_with_as_much_wor
     assert queue.score_s(DEFAULT_WEIGHTS) < busy.score_s(DEFAULT_WEIGHTS)
     assert pick("ttft", [queue, busy], QUESTION)[0] is busy
     assert pick("ttft", [queue, busy, holder], QUESTION)[0] is holder
+
+
+def test_a_prefill_goes_where_it_slows_the_fewest_answers() -> None:
+    """One second of prefill delays five answers by five seconds in total."""
+    early = candidate("early", prefill_s=1.0, decoding=5)
+    later = candidate("later", prefill_s=1.0, queue_s=1.0)
+    assert pick("ttft", [early, later], QUESTION)[0] is later, "though its first token is later"
+    first_tokens = PickContext(affinity=1, weights=replace(DEFAULT_WEIGHTS, first_token_weight=1e9))
+    assert pick("ttft", [early, later], first_tokens)[0] is early
+    early.work.decoding = 2
+    assert pick("ttft", [early, later], QUESTION)[0] is early
+
+
+def test_a_long_answer_goes_where_it_is_written_fast() -> None:
+    early = candidate("early", output_tokens=800)
+    fast = candidate("fast", queue_s=1.0, output_tokens=800)
+    early.replica.rates.note_output_tokens(100, 2.0)
+    assert pick("ttft", [early, fast], QUESTION)[0] is fast
+    early.output_tokens = fast.output_tokens = 200
+    assert pick("ttft", [early, fast], QUESTION)[0] is early
+
+
+def test_an_answer_is_slow_where_prefills_take_the_time() -> None:
+    busy = candidate("busy", output_tokens=800)
+    busy.own_share = 0.5
+    idle = candidate("idle", queue_s=1.0, output_tokens=800)
+    assert pick("ttft", [busy, idle], QUESTION)[0] is idle
+    busy.own_share = 0.1
+    assert pick("ttft", [busy, idle], QUESTION)[0] is busy
+    busy.own_share = 30.0
+    assert busy.decode_s(DEFAULT_WEIGHTS) == pytest.approx(80.0), "a burst of prefills passes"
 
 
 def test_an_idle_replica_gets_kv_from_a_busy_fleet() -> None:

@@ -123,6 +123,39 @@ def test_what_is_still_being_computed_is_not_copied_in_part() -> None:
     assert {copied_from(each) for each in place(fleet, prompt).candidates} == {None, busy.id}
 
 
+def test_an_answers_decoding_is_predicted_by_its_length_and_the_replicas_speed() -> None:
+    fleet, prompt = make_copying_fleet(2), tokens(64)
+    weights = fleet.weights
+    # Half of the time went into prefills meanwhile.
+    fleet.replicas["r0"].recent.note(0.5 * weights.recent_s, 0.0)
+    fleet.replicas["r0"].note_output_tokens(100, 4.0, 0.0)
+
+    def decode_s(now_s: float, output_tokens: float | None = None) -> Sequence[float]:
+        made = place(fleet, prompt, now_s, output_tokens=output_tokens).candidates
+        return [each.decode_s(weights) for each in made]
+
+    about = pytest.approx
+    assert decode_s(0.0, 500) == about([500 * 0.04, 500 * weights.output_token_s], rel=0.01)
+    assert decode_s(0.0)[0] == about(weights.output_tokens * 0.04, rel=0.01)
+    assert decode_s(1e6, 500)[0] == about(500 * 0.02, rel=0.01), "it is idle again"
+
+
+def test_how_fast_a_replica_writes_is_forgotten_and_known_of_new_replicas() -> None:
+    """A replica that was slow once, and gets no answers for that, could never show otherwise."""
+    fleet = make_copying_fleet(2)
+    slow, other = fleet.replicas.values()
+    slow.note_output_tokens(100, 50.0, 0.0)
+    fleet.tick(0.0)
+    assert other.rates.per_second(CostPart.OUTPUT_TOKEN) == pytest.approx(2), "all that is known"
+    other.note_output_tokens(100, 1.0, 0.0)
+    assert slow.rates.per_second(CostPart.OUTPUT_TOKEN) == pytest.approx(2)
+    assert other.rates.per_second(CostPart.OUTPUT_TOKEN) == pytest.approx(100)
+    for second in range(62):
+        other.note_output_tokens(100, 1.0, 0.0)
+        fleet.tick(float(second))
+    assert slow.rates.per_second(CostPart.OUTPUT_TOKEN) == pytest.approx(100)
+
+
 def test_a_draining_replica_gives_its_kv_to_others() -> None:
     fleet, prompt = make_copying_fleet(3), tokens(6400)
     snapshot(fleet, "r0", cpu=chunks(prompt))

@@ -1,0 +1,207 @@
+"""Prefill at one replica, decode at another: when that is the best candidate, and its bounds."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from router.config.cost_weights import DEFAULT_WEIGHTS
+from router.config.settings import RatesConfig
+from router.fleet.cost_model import CostPart
+from router.fleet.decision import Candidate, Decision
+from router.fleet.fleet import Fleet
+from router.index.prompt_keys import KvTier, PromptKeyCache
+from router.scheduling.admission import AdmissionQueue, Admitted
+from router.scheduling.request_scheduler import PlacementRequest, RequestScheduler
+from router.scheduling.waiting_queue import WaitingRequest
+from tests.router.fleet.helpers import blocks, chunks, place, snapshot, stored
+from tests.router.prompt.prompts_given import tokens
+from tests.router.scheduling.helpers import make_copying_fleet
+
+LONG = tokens(6400)
+
+
+def make_fleet(count: int = 2, roles: Mapping[str, Any] = MappingProxyType({})) -> Fleet:
+    """Return a fleet whose r0 computes much, and whose r1 writes thirty answers."""
+    fleet = make_copying_fleet(count, prefetch=False)
+    for name, each in fleet.replicas.items():
+        each.nixl_role = roles.get(name, "both")
+    fleet.replicas["r0"].recent.note(0.9 * fleet.weights.recent_s, 0.0)
+    fleet.replicas["r1"].decoding = 30
+    return fleet
+
+
+def split(fleet: Fleet, now_s: float = 0.0, **more: Any) -> Decision:
+    return place(fleet, LONG, now_s, **({"may_split": True, "output_tokens": 500} | more))
+
+
+def pair(decision: Decision) -> tuple[str, str]:
+    """Return the replica that prefills, and the one that decodes."""
+    return decision.picked.computes_at.id, decision.replica_id
+
+
+def test_a_prompt_is_prefilled_where_no_answers_run_and_decoded_where_none_is_prefilled() -> None:
+    decision = split(make_fleet())
+    assert pair(decision) == ("r0", "r1")
+    there = decision.picked.prefiller
+    assert there is not None
+    assert (there.work.new_tokens, there.pull_bytes) == (6400, 6400 * 1000)
+    assert decision.predicted_ttft_s == pytest.approx(6.4, rel=0.2)
+    assert decision.picked.slowed_s < 1.0, "thirty answers would wait for 6.4 s each"
+    (at_r0,) = (each for each in decision.candidates if each.replica_id == "r0")
+    assert at_r0.prefiller is None, "r1 would do its prefill no better"
+
+
+def test_a_prompt_stays_at_one_replica_where_that_is_cheaper() -> None:
+    fleet = make_fleet()
+    fleet.replicas["r1"].decoding = 0
+    fleet.replicas["r0"].queue.join(1.0, 0.0)
+    assert pair(split(fleet)) == ("r1", "r1")
+    fleet = make_fleet()
+    for each in fleet.replicas.values():
+        each.rates.note_pull(10_000_000, 60.0)
+    assert pair(split(fleet)) == ("r0", "r0"), "the network is too slow"
+
+
+@pytest.mark.parametrize(
+    ("roles", "expected"),
+    [
+        ({"r0": "prefill", "r1": "decode"}, ("r0", "r1")),
+        ({"r0": "decode"}, ("r0", "r0")),
+        ({"r1": "prefill"}, ("r0", "r0")),
+        ({"r0": None}, ("r0", "r0")),
+        ({"r1": None}, ("r0", "r0")),
+    ],
+)
+def test_roles_say_who_may_prefill_and_who_may_decode(
+    roles: dict[str, str | None], expected: tuple[str, str]
+) -> None:
+    assert pair(split(make_fleet(roles=roles))) == expected
+
+
+def test_a_request_that_needs_one_server_gets_one() -> None:
+    assert pair(split(make_fleet(), may_split=False)) == ("r0", "r0")
+
+
+def test_replicas_with_other_keys_do_not_pair_up() -> None:
+    fleet = make_fleet()
+    shape = fleet.replicas["r0"].shape
+    assert shape is not None
+    fleet.replicas["r0"].shape = replace(shape, block_tokens=32)
+    fleet.replicas.changed()
+    assert pair(split(fleet)) == ("r0", "r0")
+
+
+def test_a_session_that_spills_takes_its_kv_along() -> None:
+    """The first leg runs where the prefix is, and costs almost nothing there."""
+    fleet = make_fleet()
+    fleet.replicas["r1"].decoding = 0
+    stored(fleet, "r0", KvTier.GPU, blocks(LONG))
+    stored(fleet, "r1", KvTier.GPU, blocks(LONG)[:100])
+    decision = split(fleet)
+    assert pair(decision) == ("r0", "r1")
+    there = decision.picked.prefiller
+    assert there is not None
+    assert there.work.new_tokens == 16
+    assert there.pull_bytes == (6400 - 100 * 16) * 1000, "r1 has the beginning"
+
+
+def test_nothing_is_staged_for_a_first_leg() -> None:
+    """KV on disk counts as not there: its replica would begin before it is read."""
+    fleet = make_fleet()
+    snapshot(fleet, "r0", cpu=chunks(LONG)[:50], disk=chunks(LONG))
+    decision = split(fleet)
+    assert decision.prefetch_keys == ()
+    there = decision.picked.prefiller
+    assert there is not None
+    assert (there.work.new_tokens, there.work.disk_bytes) == (6400 - 50 * 64, 0.0)
+
+
+def test_one_function_scores_both_and_the_harm_is_where_it_is_done() -> None:
+    def score_s(candidate: Candidate) -> float:
+        return candidate.score_s(DEFAULT_WEIGHTS)
+
+    picked = split(make_fleet()).picked
+    there = picked.prefiller
+    assert there is not None
+    base_s = score_s(picked)
+    busier = replace(picked, prefiller=replace(there, waiting=9))
+    least = DEFAULT_WEIGHTS.least_behind
+    behind = max(least, picked.behind(DEFAULT_WEIGHTS))
+    assert score_s(busier) - base_s == pytest.approx((9 - behind) * there.cost.busy_s, rel=0.05)
+    writing = replace(picked, prefiller=replace(there, work=replace(there.work, decoding=3)))
+    slowed_s = 3 * there.cost.prefill_s / DEFAULT_WEIGHTS.first_token_weight
+    assert score_s(writing) - base_s == pytest.approx(slowed_s)
+
+
+def test_only_the_best_few_prefillers_are_paired() -> None:
+    fleet = make_fleet(12)
+    for number, each in enumerate(fleet.replicas.values()):
+        each.decoding = 40
+        each.queue.join(0.3 * number, 0.0)
+    candidates = split(fleet).candidates
+    assert len(candidates) == 12
+    prefillers = {each.computes_at.id for each in candidates if each.prefiller is not None}
+    assert prefillers and prefillers <= {"r0", "r1", "r2", "r3"}
+
+
+def test_both_replicas_count_the_request_and_kv_that_will_come_takes_memory() -> None:
+    fleet = make_fleet()
+    fleet.set_kv_capacity("r1", 10_000)
+    ticket = fleet.start(split(fleet), 0.0)
+    first, second = fleet.replicas["r0"], fleet.replicas["r1"]
+    assert (first.waiting, second.waiting, second.incoming_tokens) == (1, 1, 6400)
+    assert first.queue.wait_s(0.0) == pytest.approx(6.4, rel=0.2)
+    assert second.queue.wait_s(0.0) == 0.0, "it can compute meanwhile"
+    other = PlacementRequest(keys=PromptKeyCache(tokens(6400, start=10**6)), may_split=True)
+    for each in RequestScheduler(fleet).place(other, 0.0).candidates:
+        if each.prefiller is not None and each.replica is second:
+            assert each.cost.queue_s == 0.0, "no answer is known to end"
+    assert ticket.first_leg is not None
+    ticket.first_leg.finish(7.0, ok=True, output_tokens=1)
+    ticket.pulls(7.0)
+    assert (first.waiting, second.waiting, second.incoming_tokens) == (0, 1, 0)
+    ticket.finish(8.0, ok=False)
+    assert (first.in_flight, second.waiting, second.incoming_tokens) == (0, 0, 0)
+
+
+def test_a_request_given_up_during_its_first_leg_is_released_at_both_replicas() -> None:
+    fleet = make_fleet()
+    fleet.start(split(fleet), 0.0).finish(1.0, ok=False)
+    first, second = fleet.replicas["r0"], fleet.replicas["r1"]
+    assert (first.in_flight, second.waiting, second.incoming_tokens) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("others_wait", [False, True])
+def test_the_rate_of_pulls_is_learned_where_nobody_else_waits(others_wait: bool) -> None:
+    fleet = make_fleet()
+    ticket = fleet.start(split(fleet), 0.0)
+    if others_wait:
+        fleet.start(place(fleet, tokens(64, start=10**6), among=("r1",)), 6.9)
+    ticket.pulls(7.0)
+    ticket.first_byte(7.0 + DEFAULT_WEIGHTS.base_s + 0.64)
+    rates = fleet.replicas["r1"].rates
+    assert rates.knows(CostPart.PULL) is not others_wait
+    if not others_wait:
+        assert rates.per_second(CostPart.PULL) == pytest.approx(1e7, rel=0.05)
+        for second in range(62):
+            fleet.tick(float(second))
+        start = RatesConfig().pull_bytes_per_s
+        assert rates.per_second(CostPart.PULL) == pytest.approx(start), "it is forgotten"
+
+
+def test_a_request_waits_for_the_replica_that_will_compute_it() -> None:
+    fleet = make_fleet()
+    fleet.replicas["r0"].queue.join(20.0, 0.0)
+    fleet.replicas["r1"].decoding = 400
+    queue = AdmissionQueue(RequestScheduler(fleet))
+    asked = PlacementRequest(keys=PromptKeyCache(LONG), may_split=True, output_tokens=500)
+    waiting = queue.arrive(asked, 0.0)
+    assert isinstance(waiting, WaitingRequest)
+    assert waiting.replica is fleet.replicas["r0"]
+    assert waiting.service_s == pytest.approx(6.4, rel=0.2)
+    ((_, end),) = queue.dispatch(17.0)
+    assert isinstance(end, Admitted)
+    assert pair(end.decision) == ("r0", "r1")
