@@ -96,6 +96,7 @@ class SimulatorSettings:
             "peer_bytes_per_s": self.bytes_per_s(
                 min(rates.peer_tokens_per_s, rates.receive_tokens_per_s)
             ),
+            "pull_bytes_per_s": self.bytes_per_s(rates.pull_tokens_per_s),
             "kv_bytes_per_token": self.chunk_bytes / self.shape.chunk_tokens,
         }
 

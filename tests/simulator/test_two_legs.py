@@ -12,7 +12,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from router.config.settings import ReplicaConfig, RouterConfig, TimeoutsConfig, TokenizerConfig
+from router.config.settings import (
+    RatesConfig,
+    ReplicaConfig,
+    RouterConfig,
+    TimeoutsConfig,
+    TokenizerConfig,
+)
 from router.fleet.decision import Decision
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica, ReplicaState
@@ -35,6 +41,7 @@ async def routed(stack: AsyncExitStack, fleet: NixlFleet, **more: Any) -> Runnin
             for each in fleet.replicas
         ),
         tokenizer=TokenizerConfig(path=str(fleet.replicas[0].settings.tokenizer_directory)),
+        rates=RatesConfig(**fleet.replicas[0].settings.router_rates()),
         timeouts=TimeoutsConfig(health_interval_s=0.05, health_timeout_s=1.0),
         **more,
     )
@@ -125,6 +132,40 @@ async def test_a_replica_that_refuses_the_second_leg_ends_the_loan(
         assert status == 500
 
 
+async def test_the_router_itself_decides_which_prompts_are_prefilled_elsewhere(
+    tmp_path: Path,
+    eventually: Wait,  # noqa: F811
+) -> None:
+    """Long prompts between long answers: some have two legs, and every answer is right."""
+    async with AsyncExitStack() as stack:
+        fleet = await stack.enter_async_context(nixl_fleet(tmp_path, 3, speed=10))
+        client = await stack.enter_async_context(aiohttp.ClientSession())
+        router = await routed(stack, fleet)
+
+        async def chat(number: int) -> list[str]:
+            """Three turns with long answers, and then a long new prompt."""
+            ends = []
+            for turn in range(3):
+                text = text_of(range(300 * number, 300 * number + 400 * (turn + 1)))
+                ends.append(
+                    await one_answer(client, router, fleet, text, streamed=True, tokens=300)
+                )
+            text = text_of(range(37 * number, 37 * number + 9000))
+            ends.append(await one_answer(client, router, fleet, text, streamed=True, tokens=24))
+            return ends
+
+        split: list[RequestRecord] = []
+        first = 0
+        while not split and first < 12 * 5:  # how much overlaps depends on the machine
+            ends = await asyncio.gather(*map(chat, range(first, first + 12)))
+            assert {end for each in ends for end in each} == {"right"}
+            split = [each for each in router.records if each.first_leg is not None]
+            first += 12
+        assert split and len(split) < len(router.records)
+        await eventually(lambda: all(each.is_clean for each in fleet.replicas))
+        assert router.in_flight() == 0
+
+
 KILLS = 200
 
 
@@ -176,7 +217,7 @@ async def test_replicas_killed_at_random_instants(
                 first = choice.randrange(4000)
                 text = text_of(range(first, first + choice.randrange(200, 3000)))
                 streamed = bool((number + turn) % 2)
-                ends[await one_answer(client, router, fleet, text, streamed)] += 1
+                ends[await one_answer(client, router, fleet, text, streamed=streamed)] += 1
 
         users = [asyncio.create_task(use(number)) for number in range(8)]
         for _ in range(KILLS):
@@ -204,10 +245,15 @@ async def test_replicas_killed_at_random_instants(
 
 
 async def one_answer(
-    client: aiohttp.ClientSession, router: Running, fleet: NixlFleet, text: str, streamed: bool
+    client: aiohttp.ClientSession,
+    router: Running,
+    fleet: NixlFleet,
+    text: str,
+    *,
+    streamed: bool,
+    tokens: int = 24,
 ) -> str:
     """Ask, and say how that ended: right, cut (the beginning of the right answer), lost, wrong."""
-    tokens = 24
     body = {"model": "sim", "prompt": text, "max_tokens": tokens, "stream": streamed}
     async with client.post(f"{router.url}/v1/completions", json=body) as response:
         whole = await response.text()

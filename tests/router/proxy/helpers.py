@@ -42,7 +42,8 @@ def prefilling_at(
     ) -> Decision:
         if decoder is not None and decoder() not in request.exclude:
             request = replace(request, among=[decoder()])
-        decision = place(scheduler, request, now_s, reserved)
+        alone = replace(request, may_split=False)
+        decision = place(scheduler, alone, now_s, reserved)
         replica = choose(decision, scheduler.fleet) if request.may_split else None
         if replica in (None, decision.picked.replica) or replica.id in request.exclude:
             return decision
