@@ -106,7 +106,7 @@ class NixlConnector:
 
     def close(self) -> None:
         """End, with all that is lent."""
-        del self.network.connectors[self.engine_id]
+        self.network.connectors.pop(self.engine_id, None)
         for each in self._loans.values():
             each.timer.cancel()
         self._loans.clear()

@@ -107,15 +107,15 @@ class RemotePrefill:
         Raises `PrefillFailedError`. The ticket owns the first leg's: releasing it releases both.
         """
         asked, record, leg = self._asked, self._client.record, ticket.first_leg
+        record.first_leg = None  # of an earlier try
         lent = self._still_lent(ticket.replica)
         if leg is not None and lent is None:
             lent = await self._prefill(leg)
         elif leg is not None:
             self._lifecycle.release(leg)
-        record.first_leg = None if lent is None else lent.leg
         if lent is None:
             return asked.body
-        self._lent = lent
+        self._lent, record.first_leg = lent, lent.leg
         ticket.pulls(time.monotonic())
         return await off_loop(
             len(asked.body), with_new_member, asked.body, "kv_transfer_params", lent.params

@@ -1,6 +1,6 @@
 """Simulated replicas in this process that pull KV from each other, and can be killed."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +51,18 @@ class NixlReplica:
                 connection.transport.abort()
         await self.runner.cleanup()
         await self.simulated.stop()
+
+    def cut_side_channel(self) -> Callable[[], None]:
+        """Let nobody pull from it, while it answers requests; return what ends that."""
+        nixl = self.simulated.nixl
+        assert nixl is not None
+        del self.network.connectors[nixl.engine_id]
+
+        def restore() -> None:
+            if self.simulated.nixl is nixl:
+                self.network.connectors[nixl.engine_id] = nixl
+
+        return restore
 
     @property
     def is_clean(self) -> bool:

@@ -185,8 +185,8 @@ async def test_replicas_killed_at_random_instants(
     monkeypatch: pytest.MonkeyPatch,
     eventually: Wait,  # noqa: F811
 ) -> None:
-    """Prefillers and decoders, 200 times: no wrong answer, no request lost that could be retried,
-    nothing lent or in flight in the end."""
+    """Prefillers, decoders and side channels, 200 times: no wrong answer, no request lost that
+    could be retried, nothing lent or in flight in the end."""
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")  # noqa: T201  (to repeat it)
     choice = random.Random(seed)
@@ -223,6 +223,11 @@ async def test_replicas_killed_at_random_instants(
         for _ in range(KILLS):
             await asyncio.sleep(choice.uniform(0.0, 0.1))
             victim = choice.choice(fleet.replicas)
+            if choice.random() < 0.2:
+                restore = victim.cut_side_channel()
+                await asyncio.sleep(choice.uniform(0.0, 0.03))
+                restore()
+                continue
             await victim.kill()
             await asyncio.sleep(choice.uniform(0.0, 0.03))
             await victim.start()
