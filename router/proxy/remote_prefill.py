@@ -154,7 +154,7 @@ class RemotePrefill:
             raise PrefillFailedError(failure.cause, failure.detail, failure.answer) from failure
         self._lifecycle.prefilled(leg, usage)
         now_s = time.monotonic()
-        self._client.record.step("prefill", began_s)
+        self._client.record.prefilled(began_s)
         return _Lent(
             params=answer.kv_transfer_params,
             prefiller=leg.replica,
