@@ -1,5 +1,7 @@
 """The figures of `bench.nixl`."""
 
+from dataclasses import replace
+
 import pytest
 
 from bench.nixl.__main__ import Sample, Stream, figures, table
@@ -14,18 +16,9 @@ def test_gaps_that_begin_or_end_in_the_period_count() -> None:
 
 
 def test_figures_are_medians_of_one_kind() -> None:
-    samples = [
-        Sample(kind="local", tpot_mean_s=tpot_s, longest_gap_s=1.0, long_ttft_s=2.0)
-        for tpot_s in (0.1, 0.2, 0.9)
-    ]
-    samples.append(Sample(kind="split", tpot_mean_s=0.05, longest_gap_s=0.1, long_ttft_s=3.0))
+    one = Sample(kind="local", tpot_mean_s=0.1, longest_gap_s=1.0, long_ttft_s=2.0, equal_answers=4)
+    samples = [replace(one, tpot_mean_s=tpot_s) for tpot_s in (0.1, 0.2, 0.9)]
+    samples.append(replace(one, kind="split", tpot_mean_s=0.05))
     assert figures(samples, "local")["tpot_mean_s"] == pytest.approx(0.2)
-    assert table(samples).splitlines()[1].split() == [
-        "local",
-        "200",
-        "ms",
-        "1000",
-        "ms",
-        "2.00",
-        "s",
-    ]
+    cells = "local 200 ms 1000 ms 2.00 s 4".split()
+    assert table(samples).splitlines()[1].split() == cells
