@@ -20,5 +20,5 @@ def test_figures_are_medians_of_one_kind() -> None:
     samples = [replace(one, tpot_mean_s=tpot_s) for tpot_s in (0.1, 0.2, 0.9)]
     samples.append(replace(one, kind="split", tpot_mean_s=0.05))
     assert figures(samples, "local")["tpot_mean_s"] == pytest.approx(0.2)
-    cells = "local 200 ms 1000 ms 2.00 s 4".split()
+    cells = ["local", "200", "ms", "1000", "ms", "2.00", "s", "4"]
     assert table(samples).splitlines()[1].split() == cells
