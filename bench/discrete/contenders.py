@@ -11,7 +11,7 @@ from bench.discrete.our_router import OurRouter, Settings
 from bench.discrete.play import Contender, FleetOptions, Run, StoppableRouter, play_with
 from bench.discrete.replica import ModelReplica
 from bench.discrete.rule_router import RuleRouter
-from bench.discrete.rules.catalogue import rules
+from bench.discrete.rules.catalogue import rules, splits
 from bench.workloads.ideal import NO_QUEUE, no_queue
 from bench.workloads.session import Session
 from router.config.cost_weights import DEFAULT_WEIGHTS
@@ -31,6 +31,17 @@ def _by_rule(name: str, replicas: Sequence[ModelReplica], seed: int) -> Stoppabl
         len(replicas),
         machine.shape.block_tokens,
         machine.shape.gpu_blocks,
+        seed,
+        prefill_tokens_per_s=machine.rates.prefill_tokens_per_s,
+    )
+    return RuleRouter(replicas, known[name]())
+
+
+def _by_split(name: str, replicas: Sequence[ModelReplica], seed: int) -> StoppableRouter:
+    machine = replicas[0].machine
+    known = splits(
+        len(replicas),
+        machine.shape.block_tokens,
         seed,
         prefill_tokens_per_s=machine.rates.prefill_tokens_per_s,
     )
@@ -70,13 +81,26 @@ ABLATIONS: Final[Mapping[str, Settings]] = MappingProxyType(
 Without prefetch nothing is copied either: both are one section of the configuration.
 """
 
+ANSWERS: Final[Mapping[str, Settings]] = MappingProxyType(
+    {
+        "ours-without-answer-seconds": _section(first_token_weight=1e9),
+        "ours-with-remote-prefill": Settings(splits=True),
+    }
+)
+"""Our router without the seconds after the first token in its score, and with remote prefills."""
+
+SPLITS: Final = tuple(splits(8, 1, 0, prefill_tokens_per_s=1.0))
+"""Fixed splits of eight replicas, by name."""
+
 PEERS: Final = tuple(rules(1, 1, 1, 0))
 """Other routers' rules, by name."""
 
 CONTENDERS: Final[Mapping[str, Contender]] = MappingProxyType(
     {OURS: _ours(_PLAIN)}
     | {name: _ours(settings) for name, settings in ABLATIONS.items()}
+    | {name: _ours(settings) for name, settings in ANSWERS.items()}
     | {name: Contender(make=partial(_by_rule, name)) for name in PEERS}
+    | {name: Contender(make=partial(_by_split, name)) for name in SPLITS}
     | {SHARED_CACHE: Contender(make=_foreseeing, shares_cache=True)}
 )
 

@@ -13,6 +13,7 @@ from typing import Final
 from bench.discrete.our_router import Health
 from bench.discrete.replica import AnswerCutError, ModelReplica, ReplicaDownError, numbers_of
 from bench.discrete.requests import Sent
+from bench.discrete.rules.fixed_split import FixedSplit
 from bench.discrete.rules.rule import Asked, ReplicaMetrics, Rule
 
 _RETRIES: Final = 2
@@ -29,6 +30,7 @@ class RuleRouter:
         self._loop = asyncio.get_running_loop()
         self._health = Health(replicas, self._health_changed)
         self._numbers = count()
+        self._remote_prefills = 0
         for each in replicas:
             each.listeners.append(rule)
         self._tasks = [
@@ -59,7 +61,11 @@ class RuleRouter:
             prompt_tokens=sent.prompt.token_count,
             session=sent.session,
         )
-        slot = self._rule.pick(asked, healthy, self._loop.time())
+        rule = self._rule
+        slot = rule.pick(asked, healthy, self._loop.time())
+        first = None
+        if isinstance(rule, FixedSplit):
+            first = rule.prefiller(asked, slot, healthy, self._loop.time())
         replica = self._replicas[slot]
         began = False
 
@@ -71,8 +77,19 @@ class RuleRouter:
                 self._rule.first_token(number, now_s)
 
         try:
-            serving = replica.submit(sent.prompt, sent.output_tokens, first_token)
+            lent = None
+            if first is not None:
+                lender = self._replicas[first]
+                leg = lender.submit(sent.prompt, 1, lambda _: None, lends=True)
+                await leg.done
+                lent = lender, leg.request
+                self._remote_prefills += 1
+            if isinstance(rule, FixedSplit):
+                rule.prefilled(number, self._loop.time())
+            serving = replica.submit(sent.prompt, sent.output_tokens, first_token, pulls_from=lent)
             await serving.done
+            if lent is not None:
+                serving.request.cached = lent[1].cached
             sent.served(slot, serving.request, self._loop.time())
         except ReplicaDownError:
             tried.add(slot)
@@ -91,8 +108,8 @@ class RuleRouter:
         return True
 
     def counts(self) -> dict[str, float]:
-        """Return nothing."""
-        return {}
+        """Return how many prompts another replica prefilled."""
+        return {"remote_prefills": self._remote_prefills}
 
     def _health_changed(self, replica: ModelReplica, is_up: bool) -> None:
         """Do nothing: the rule is offered the healthy ones each time."""

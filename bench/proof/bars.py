@@ -6,19 +6,31 @@ the 95% interval. What is found names the largest estimate too: few seeds have w
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Final, Literal
 
 from bench.proof import tables
-from bench.proof.case import OURS, SHARED_CACHE
+from bench.proof.case import ANSWERS, OURS, SHARED_CACHE, is_split
 from bench.proof.cases import EVERYWHERE, HEADLINE_RAM, LEADING, WORKLOADS, Place
-from bench.proof.compare import MEAN, P90, best_peer, failed, peers, time, time_ratio
-from bench.proof.figures import Estimate
+from bench.proof.compare import (
+    MEAN,
+    P90,
+    Metric,
+    best_peer,
+    failed,
+    peers,
+    rows,
+    time,
+    time_ratio,
+)
+from bench.proof.figures import Estimate, difference
 from bench.proof.results import Result
 
 State = Literal["met", "not met", "unknown"]
 
 ROUNDS_MEAN_AT_MOST_S: Final = 2.5
 """With RAM 0.2 at a load of 80%."""
+_ANSWER_RATIOS: Final[tuple[tuple[Metric, float], ...]] = (("total_p90_s", 0.7), (P90, 1.1))
 _METRICS: Final = (("mean", MEAN), ("p90", P90))
 
 
@@ -33,13 +45,16 @@ class Bar:
 
 def bars(results: Sequence[Result]) -> list[Bar]:
     """Return every bar of the proof."""
-    compared = [each for each in results if each.case.load and peers(each)]
+    compared = [
+        each for each in results if each.case.load and peers(each) and each.case.set != "answers"
+    ]
     return [
         *(_behind_no_peer(workload, compared) for workload in WORKLOADS),
         _no_failures(compared),
         _rounds_mean(results),
         *(_level_with_shared_cache(ram, results) for ram in HEADLINE_RAM),
         *_left_out(results),
+        *_answers([each for each in results if {*ANSWERS} < {*each.case.contenders}]),
     ]
 
 
@@ -129,6 +144,29 @@ def _left_out(results: Sequence[Result]) -> Iterator[Bar]:
     if best:
         told = ", ".join(wrong) + ": add it to LEADING" if wrong else "none is"
         yield _bar("no peer that is left out of the other cases is the best", not wrong, told)
+
+
+def _answers(answered: Sequence[Result]) -> Iterator[Bar]:
+    """Yield what remote prefills must show against today's score and fixed splits."""
+    today, split = ANSWERS
+    for each in answered:
+        others = [name for name in each.case.contenders if is_split(name) or name == today]
+        shares = {name: _met_both(each, name) for name in (*others, split)}
+        best = max(others, key=lambda name: fmean(shares[name]))
+        less = difference(shares[split], shares[best])
+        found = f"{fmean(shares[split]):.3f} against {fmean(shares[best]):.3f} of {best}"
+        is_met = less.value >= 0 or (len(each.case.seeds) > 1 and less.high >= 0)
+        yield _bar(f"{each.case.name}: goodput at least the best fixed split's", is_met, found)
+        for metric, most in _ANSWER_RATIOS:
+            if metric == P90 or (each.case.workload, each.case.load) == ("conversation", 0.8):
+                ratio = time_ratio(each, split, today, metric)
+                what = f"{each.case.name}: {metric} at most {most:g} of that without"
+                told = "-" if ratio is None else tables.interval(ratio)
+                yield _bar(what, ratio is not None and ratio.value <= most, told)
+
+
+def _met_both(result: Result, contender: str) -> list[float]:
+    return [each.figures.met_both or 0.0 for each in rows(result, contender)]
 
 
 def _find(results: Sequence[Result], place: Place) -> Result | None:

@@ -25,11 +25,12 @@ Its KV cache is that of an 8-billion-parameter model (128 KiB a token) on a GPU 
 With less, agents' running requests need more KV memory than there is before prefill is
 scarce. Blocks are the traces' own.
 """
+KV_BYTES_PER_TOKEN: Final = 131_072
 DECODE_RATES: Final[dict[Decode, dict[str, float]]] = {
     "flat": {},
     "by-context": {
         "decode_s_per_sequence": (7.3e-3 - 6.6e-3) / 15,
-        "decode_s_per_context_token": 131_072 / 4.8e12,
+        "decode_s_per_context_token": KV_BYTES_PER_TOKEN / 4.8e12,
     },
 }
 """What a decoding sequence adds to a step.
@@ -91,6 +92,8 @@ class Case:
     tpot_bound_s: float = 0.05
     """Of the time per output token, for the share of requests that meet both bounds."""
     decode: Decode = "flat"
+    network_gbit_s: float | None = None
+    """Over which replicas pull KV from each other's GPUs; None: the model's default."""
     fault: Fault | None = None
     all_streamed: bool = False
     """Whether every answer is streamed, whatever the workload says."""
@@ -98,10 +101,14 @@ class Case:
     @property
     def machine(self) -> Machine:
         """Size and speed of each replica."""
+        pull = {}
+        if self.network_gbit_s is not None:
+            pull["pull_tokens_per_s"] = self.network_gbit_s * 1e9 / 8 / KV_BYTES_PER_TOKEN
         return replace(
             MACHINE,
             rates=replace(
                 MACHINE.rates,
+                **pull,
                 disk_tokens_per_s=DISK_TOKENS_PER_S[self.disk],
                 **DECODE_RATES[self.decode],
             ),
@@ -128,6 +135,15 @@ class Case:
     def regime(self) -> tuple[str, float, Disk, float, float | None]:
         """What two cases of different sizes may have in common; its last is the load."""
         return self.workload, self.ram, self.disk, self.pause_scale, self.load
+
+
+ANSWERS: Final = ("ours-without-answer-seconds", "ours-with-remote-prefill")
+"""Variants of ours that are compared by whole answers."""
+
+
+def is_split(contender: str) -> bool:
+    """Whether a contender has fixed roles: so many replicas prefill, the others decode."""
+    return "+" in contender
 
 
 def is_peer(contender: str) -> bool:

@@ -8,7 +8,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from bench.proof.case import BOUNDS, OURS, Case, Disk, Fault, Search, is_peer, is_variant
+from bench.proof.case import (
+    ANSWERS,
+    BOUNDS,
+    OURS,
+    Case,
+    Disk,
+    Fault,
+    Search,
+    is_peer,
+    is_split,
+    is_variant,
+)
 from bench.ttft import BenchError
 
 
@@ -37,6 +48,7 @@ SIZES: Final = {
     "streaming": Size(requests=1_000, seeds=3),
     "faults": Size(requests=800, seeds=2),
     "peers": Size(requests=300, seeds=2),
+    "answers": Size(requests=250, seeds=1),
 }
 """By set, the most important first. A run's warm-up takes as long as several hundred requests."""
 FIRST_SEED: Final = 801
@@ -105,6 +117,13 @@ LEADING: Final = {
 }
 """By workload the peers that are compared everywhere; the set ``peers`` shows that no other
 is the best."""
+ANSWERED: Final = tuple(
+    f"{name}-{split}" for name in ("llm-d", "llm-d-2000") for split in ("5+3", "6+2", "7+1")
+)
+"""Fixed splits that whole answers are compared with."""
+ANSWER_WORKLOADS: Final = ("conversation", "agents", "mixture")
+ANSWER_LOADS: Final = (0.5, 0.65, 0.8, 0.95)
+NETWORKS_GBIT_S: Final = (100.0, 25.0, 400.0)
 SEARCH: Final = Search(low=0.5, high=1.1, tolerance=0.08)
 
 
@@ -113,6 +132,8 @@ def all_cases(names: Iterable[str]) -> list[Case]:
     known = tuple(names)
     if OURS not in known:
         raise BenchError(f"the driver has no contender {OURS!r}, only: {', '.join(known)}")
+    everything = known
+    known = tuple(each for each in known if each not in ANSWERS and not is_split(each))
     peers = tuple(each for each in known if is_peer(each))
     bounds = tuple(each for each in known if each in BOUNDS)
     return [
@@ -123,6 +144,9 @@ def all_cases(names: Iterable[str]) -> list[Case]:
         *streaming(known),
         *faults(known),
         *every_peer((OURS, *peers, *bounds)),
+        *answers(
+            tuple(each for each in everything if each in (OURS, *ANSWERS) or each in ANSWERED)
+        ),
     ]
 
 
@@ -161,6 +185,23 @@ def goodput(known: tuple[str, ...], bounds: tuple[str, ...]) -> list[Case]:
 def every_peer(contenders: tuple[str, ...]) -> list[Case]:
     """Return the headline's workloads for all peers and bounds, in a small size."""
     return [_case("peers", workload, contenders, load=0.8) for workload in TRACED]
+
+
+def answers(contenders: tuple[str, ...]) -> list[Case]:
+    """Return the cases of whole answers: remote prefills against fixed splits."""
+    return [
+        _case(
+            "answers",
+            workload,
+            contenders,
+            load=load,
+            decode="by-context",
+            network_gbit_s=gbit_s,
+        )
+        for gbit_s in NETWORKS_GBIT_S
+        for workload in ANSWER_WORKLOADS
+        for load in ANSWER_LOADS
+    ]
 
 
 def ablations(contenders: tuple[str, ...]) -> list[Case]:
@@ -226,6 +267,7 @@ def _case(
     parts = [set_name, workload, f"ram{ram:g}", "" if disk == "fast" else disk]
     parts += [f"pauses{more['pause_scale']:g}" if "pause_scale" in more else ""]
     parts += ["" if load is None else f"load{load:g}", more.get("fault") or ""]
+    parts += [f"net{more['network_gbit_s']:g}" if "network_gbit_s" in more else ""]
     parts += ["streamed" if more.get("all_streamed") else ""]
     return Case(
         name="-".join(filter(None, parts)),

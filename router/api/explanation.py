@@ -124,7 +124,9 @@ def _against(picked: Candidate, other: Candidate, name: str, weights: CostWeight
     if late_s >= _NO_LATER_S:
         return f"{name} would take {seconds_text(late_s)} longer"
     faster = "be as fast" if late_s > -_NO_LATER_S else f"be {seconds_text(-late_s)} faster"
-    others_s, picked_others_s = (each.others_s(weights) + each.slowed_s for each in (other, picked))
+    others_s, picked_others_s = (
+        each.others_s(weights) + each.slowed_s(weights) for each in (other, picked)
+    )
     if others_s - picked_others_s >= _NO_LATER_S:
         return (
             f"{name} would {faster}, but delay other requests by {seconds_text(others_s)} "
@@ -178,7 +180,7 @@ def _candidate(candidate: Candidate, fleet: Fleet) -> dict[str, Any]:
         "prefilled_s": cost.prefilled_s,
         "pull_s": cost.pull_s,
         "decode_s": candidate.decode_s(fleet.weights),
-        "slowed_s": candidate.slowed_s,
+        "slowed_s": candidate.slowed_s(fleet.weights),
         "beyond_home_s": candidate.beyond_home_s,
         "others_s": candidate.others_s(fleet.weights),
         "score_s": candidate.score_s(fleet.weights),

@@ -24,12 +24,16 @@ class CostWeights:
     most_behind: float = 32.0
     """Requests assumed to queue behind a request, at most: a second of the replica's time never
     counts more than 32 seconds of waiting."""
-    first_token_weight: float = 3.0
+    first_token_weight: float = 4.0
     """How many seconds after the first token count as one before it; `RouterConfig` sets it."""
     output_tokens: float = 256.0
     """Tokens. Expected length of an answer of which nothing is known."""
     output_token_s: float = 0.01
     """Seconds. Start value of the time per output token of a replica that prefills nothing."""
+    doubling_tokens: float = 200_000.0
+    """Tokens. Context of all answers that run at a replica at which its steps take twice as long as
+    without. A step reads the weights and that KV: of a model with 8 billion parameters and 128 KiB
+    of KV a token, 122,000 tokens are as large as the weights, and a step has costs besides."""
     most_prefill_share: float = 0.9
     """Share of a replica's time that prefills take from its answers, at most: a burst of prefills
     passes, and a prediction without a bound would be infinite."""

@@ -70,7 +70,7 @@ class CostPart(IntEnum):
     PEER = 7
     """A byte, from another replica to CPU RAM."""
     OUTPUT_TOKEN = 8
-    """A token of an answer after its first one (TPOT), while the replica prefills nothing."""
+    """A token of an answer after its first one (TPOT), if nothing else runs at the replica."""
     PULL = 9
     """A byte, from another replica's GPU to the GPU."""
 
@@ -102,9 +102,16 @@ class Work:
     """Seconds until the replica has fetched what it was asked to fetch before."""
     decoding: int = 0
     """Decodes that run there: their steps lengthen a prefill."""
+    context_tokens: int = 0
+    """Tokens whose KV these decodes read in each step."""
     reads_late: bool = False
     """Whether the replica accepts no prefetch and reads slow tiers when it begins with the request:
     then the reads take its time, like loading."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """All tokens of the prompt."""
+        return self.new_tokens + self.matched_tokens
 
     @property
     def attended(self) -> float:
@@ -117,8 +124,7 @@ class Work:
         Matched tokens that were not cached are missing from the end: first those to be copied, then
         those of the slowest tiers.
         """
-        prompt_tokens = self.new_tokens + self.matched_tokens
-        matched = min(cached_tokens, prompt_tokens - 1)
+        matched = min(cached_tokens, self.prompt_tokens - 1)
         lost_bytes = max(0, self.matched_tokens - matched) * kv_bytes_per_token
         left_to_lose = lost_bytes
         left: list[float] = []
@@ -128,7 +134,7 @@ class Work:
         peer_bytes, remote_bytes, disk_bytes = left
         return replace(
             self,
-            new_tokens=prompt_tokens - matched,
+            new_tokens=self.prompt_tokens - matched,
             matched_tokens=matched,
             load_bytes=max(0.0, self.load_bytes - lost_bytes),
             disk_bytes=disk_bytes,

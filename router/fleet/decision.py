@@ -128,10 +128,14 @@ class Candidate:
         """The replica that computes the prompt."""
         return self.prefiller.replica if self.prefiller else self.replica
 
-    @property
-    def slowed_s(self) -> float:
-        """Seconds by which the prefill delays the answers that are running, in total."""
-        slowed_s = self.work.decoding * self.cost.prefill_s
+    def slowed_s(self, weights: CostWeights) -> float:
+        """Return by how long running answers are delayed, in total.
+
+        They wait for the prefill, wherever it is computed. Then a step lasts equally long for all
+        of a replica's answers, and reads the KV of this one too.
+        """
+        read_s = self._alone_s * self.work.prompt_tokens / weights.doubling_tokens
+        slowed_s = self.work.decoding * (self.cost.prefill_s + read_s)
         if (there := self.prefiller) is not None:
             slowed_s += there.work.decoding * there.cost.prefill_s
         return slowed_s
@@ -142,15 +146,20 @@ class Candidate:
         Prefills take their share of the replica's time. This one counts as those do that came
         before it: where it is computed, more like it follow.
         """
-        share = min(
-            weights.most_prefill_share, self.own_share + self.cost.busy_s / weights.recent_s
-        )
-        token_s = self.replica.rates.seconds(CostPart.OUTPUT_TOKEN)
-        return self.output_tokens * token_s / (1.0 - share)
+        busy_share = self.own_share + self.cost.busy_s / weights.recent_s
+        share = min(weights.most_prefill_share, busy_share)
+        work = self.work
+        longer = 1.0 + (work.context_tokens + work.prompt_tokens) / weights.doubling_tokens
+        return self._alone_s * longer / (1.0 - share)
+
+    @property
+    def _alone_s(self) -> float:
+        """Seconds from the first token to the last one if nothing else ran at the replica."""
+        return self.output_tokens * self.replica.rates.seconds(CostPart.OUTPUT_TOKEN)
 
     def after_s(self, weights: CostWeights) -> float:
         """Return the seconds that count after a first token: this answer's, and other answers'."""
-        return self.decode_s(weights) + self.slowed_s
+        return self.decode_s(weights) + self.slowed_s(weights)
 
     def behind(self, weights: CostWeights) -> float:
         """Return how many requests are expected to wait behind this one.

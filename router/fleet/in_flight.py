@@ -292,7 +292,9 @@ class Ticket:
                 self._prefills.remove(self)
         if after is Phase.PREFILLING:
             self._join_queue(now_s)
-        replica.decoding += (after is Phase.DECODING) - (before is Phase.DECODING)
+        begun = (after is Phase.DECODING) - (before is Phase.DECODING)
+        replica.decoding += begun
+        replica.context_tokens += begun * self._prompt_tokens
         if after is Phase.ENDED:
             self._leave_queue(now_s)
             if self.first_leg is not None:

@@ -189,6 +189,8 @@ class Replica:
     """Tokens of prompts that other replicas prefill for it now: their KV will take its memory."""
     decoding: int = 0
     """Requests in flight after their first token."""
+    context_tokens: int = 0
+    """Tokens of the prompts of these requests."""
     others_waiting: int = 0
     """Requests of other routers that it has not begun, as last reported."""
     others_running: int = 0
@@ -371,11 +373,12 @@ class Replica:
     def note_output_tokens(self, tokens: int, seconds: float, now_s: float) -> None:
         """Note that an answer took so long for the tokens after its first one.
 
-        The rate is that of a replica which prefills nothing: so one that computes much counts as
-        slow only while it does, whatever its last answers took.
+        The rate is that of an answer which runs alone: so a replica that computes much, or writes
+        many answers, counts as slow only while it does, whatever its last answers took.
         """
         share = min(self.weights.most_prefill_share, self.recent.share(now_s))
-        self.rates.note_output_tokens(tokens, seconds * (1.0 - share))
+        longer = 1.0 + self.context_tokens / self.weights.doubling_tokens
+        self.rates.note_output_tokens(tokens, seconds * (1.0 - share) / longer)
 
     def note_work(self, busy_s: float, now_s: float) -> None:
         """Note the predicted work of the request that was just sent there."""

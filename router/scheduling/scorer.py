@@ -132,6 +132,7 @@ class Scorer:
             prefilled_s=first.ttft_s,
             queue_s=replica.queue.wait_s(self._now_s, kv) + self._reserved.work_s(replica.slot),
             decoding=own.work.decoding,
+            context_tokens=own.work.context_tokens,
         )
         return replace(
             own,
@@ -258,6 +259,7 @@ class Scorer:
             queue_s=base.queue_s,
             backlog_s=backlog_s,
             decoding=base.decoding,
+            context_tokens=base.context_tokens,
         )
         cost = replica.rates.cost(work)
         gain_s = replica.rates.cost(base).busy_s - cost.busy_s
@@ -297,6 +299,7 @@ class Scorer:
             + self._reserved.work_s(replica.slot),
             backlog_s=max(0.0, replica.fetching_until_s - self._now_s),
             decoding=replica.decoding + replica.others_running,
+            context_tokens=replica.context_tokens,
             reads_late=replica.reads_late(matched),
         )
 

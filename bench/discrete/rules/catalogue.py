@@ -38,9 +38,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import blake2b
+from typing import Final
 
 from bench.discrete.rules.aibrix import Aibrix
 from bench.discrete.rules.cache_aware import SglangCacheAware, VllmCacheAware
+from bench.discrete.rules.fixed_split import FixedSplit
 from bench.discrete.rules.kv_aware import Dynamo, DynamoWeights, KvAware, KvAwareSessions
 from bench.discrete.rules.llm_d import LlmD, LlmDAffinity
 from bench.discrete.rules.rule import Asked, CountingRule, Rule
@@ -191,6 +193,50 @@ def _affinity(asked: Asked) -> str:
 
 def _hash(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+SPLITS: Final = {8: (5, 6, 7)}
+"""By the number of replicas, how many of them prefill."""
+NON_CACHED_TOKENS: Final = 2_000
+"""From how many on a prompt is prefilled elsewhere: the best of those tried in model time."""
+
+
+def splits(
+    replicas: int, block_tokens: int, seed: int, *, prefill_tokens_per_s: float
+) -> dict[str, Callable[[], FixedSplit]]:
+    """Return fixed splits of a fleet, by names such as ``llm-d-6+2``.
+
+    `llm-d`: as its guide has it. `llm-d-2000`: with its decider by uncached tokens, and answers
+    where their prefix is. `vllm-router`: the policies that its documentation recommends.
+    """
+
+    def affinity() -> LlmDAffinity:
+        return LlmDAffinity(replicas, prefill_tokens_per_s=prefill_tokens_per_s)
+
+    def llm_d(prefillers: int) -> FixedSplit:
+        return FixedSplit(prefillers, prefill=affinity(), decode=LeastLoaded(replicas))
+
+    def by_tokens(prefillers: int) -> FixedSplit:
+        decode = LlmD(replicas)
+        return FixedSplit(
+            prefillers,
+            prefill=affinity(),
+            decode=decode,
+            matched=decode.matched,
+            non_cached_tokens=NON_CACHED_TOKENS,
+        )
+
+    def vllm_router(prefillers: int) -> FixedSplit:
+        cache_aware = VllmCacheAware(replicas, block_tokens=block_tokens)
+        decode = PowerOfTwo(replicas, seed=seed)
+        return FixedSplit(prefillers, prefill=cache_aware, decode=decode)
+
+    makers = {"llm-d": llm_d, "llm-d-2000": by_tokens, "vllm-router": vllm_router}
+    return {
+        f"{name}-{prefillers}+{replicas - prefillers}": partial(make, prefillers)
+        for name, make in makers.items()
+        for prefillers in SPLITS.get(replicas, ())
+    }
 
 
 def rules(

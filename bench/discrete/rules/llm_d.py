@@ -47,6 +47,10 @@ class PrecisePrefixRule(KvInformedRule):
                 at = end
         return int(weight)
 
+    def matched(self, asked: Asked, replica: int, now_s: float) -> int:
+        """Return how many of a prompt's blocks a replica has, by weight."""
+        return self._matches(asked, [replica], now_s)[replica]
+
     def _best(self, scores: Mapping[int, float]) -> int:
         """Return the replica with the greatest score, equal ones in turn."""
         most = max(scores.values())

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from bench.discrete.contenders import NAMES as REAL_NAMES
 from bench.discrete.contenders import PEERS
-from bench.proof.case import DISK_TOKENS_PER_S, is_peer, is_variant
+from bench.proof.case import ANSWERS, DISK_TOKENS_PER_S, is_peer, is_split, is_variant
 from bench.proof.cases import (
     ABLATED,
     EVERYWHERE,
@@ -32,7 +33,7 @@ def test_nothing_is_compared_twice_and_every_regime_is() -> None:
     compared = [
         (each.regime, each.fault, each.all_streamed)
         for each in CASES
-        if each.load is not None and each.set not in {"ablations", "peers"}
+        if each.load is not None and each.set not in {"ablations", "peers", "answers"}
     ]
     assert len({*compared}) == len(compared)
     assert len(EVERYWHERE) == (4 * 3 + 2) * 3
@@ -55,7 +56,7 @@ def test_two_peers_that_the_driver_has_lead_each_workload_wherever_it_is_compare
     assert {*LEADING} == {*WORKLOADS}
     for each in all_cases([*NAMES[:1], *PEERS]):
         peers = {name for name in each.contenders if is_peer(name)}
-        if each.set == "ablations":
+        if each.set in {"ablations", "answers"}:
             assert not peers
         elif each.set == "peers":
             assert peers == {*PEERS}
@@ -102,6 +103,20 @@ def test_a_decode_takes_the_longer_the_more_context_it_reads() -> None:
     assert flat.decode_s(10, 500_000) == flat.decode_s(10) == pytest.approx(0.008)
     # 500,000 tokens of 128 KiB at 4.8 TB/s, after a step of 6 ms with 47 us for each sequence.
     assert by_context.decode_s(10, 500_000) == pytest.approx(0.006 + 0.00047 + 0.01365, rel=1e-3)
+
+
+def test_whole_answers_are_compared_with_fixed_splits_on_three_networks() -> None:
+    cases = chosen(all_cases(REAL_NAMES), ["answers"])
+    assert len(cases) == 3 * 4 * 3
+    for each in cases:
+        assert {*ANSWERS, "ours"} < {*each.contenders}
+        assert sum(map(is_split, each.contenders)) == 6
+    (one,) = chosen(cases, ["answers-agents-ram1-load0.8-net25"])
+    assert (one.decode, one.bound_s, one.tpot_bound_s) == ("by-context", 5.0, 0.03)
+    # 25 Gbit/s are 3.125 GB/s: 23,842 tokens of 128 KiB.
+    assert one.machine.rates.pull_tokens_per_s == pytest.approx(23_842, rel=1e-4)
+    others = [each for each in all_cases(REAL_NAMES) if each.set != "answers"]
+    assert not any(is_split(name) or name in ANSWERS for each in others for name in each.contenders)
 
 
 def test_cases_are_chosen_by_set_name_and_pattern() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.config.cost_weights import DEFAULT_WEIGHTS
-from router.fleet.cost_model import Cost
+from router.fleet.cost_model import Cost, Work
 from tests.router.fleet.helpers import candidate
 
 PAGE = Path(__file__).parents[3] / "docs" / "cost-model.md"
@@ -32,6 +32,7 @@ def formulas() -> dict[str, str]:
     beyond_home_s=SECONDS,
     output_tokens=st.floats(0.0, 1e4),
     decoding=st.integers(0, 50),
+    tokens=st.tuples(*[st.integers(0, 10**6)] * 3),
 )
 def test_its_formulas_are_those_of_the_code(
     *,
@@ -42,11 +43,16 @@ def test_its_formulas_are_those_of_the_code(
     beyond_home_s: float,
     output_tokens: float,
     decoding: int,
+    tokens: tuple[int, int, int],
 ) -> None:
     weighed = candidate("r", waiting=waiting, busy_share=busy_share)
     weighed.cost = Cost(**parts)
     weighed.own_share, weighed.beyond_home_s = own_share, beyond_home_s
-    weighed.output_tokens, weighed.work.decoding = output_tokens, decoding
+    new, matched, context = tokens
+    weighed.output_tokens = output_tokens
+    weighed.work = Work(
+        new_tokens=new, matched_tokens=matched, decoding=decoding, context_tokens=context
+    )
     known: dict[str, Any] = {
         **{each.name: getattr(DEFAULT_WEIGHTS, each.name) for each in fields(DEFAULT_WEIGHTS)},
         **parts,
@@ -57,6 +63,8 @@ def test_its_formulas_are_those_of_the_code(
         "output_tokens": output_tokens,
         "output_token_s": DEFAULT_WEIGHTS.output_token_s,
         "decoding": decoding,
+        "prompt_tokens": new + matched,
+        "context_tokens": context,
     }
     for name, formula in formulas().items():
         known[name] = eval(formula, {"max": max, "min": min, "inf": inf}, known)
