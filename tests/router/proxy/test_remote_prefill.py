@@ -226,6 +226,26 @@ async def test_every_endpoint_with_an_answer_can_have_two_legs(
         assert body_of(fleet.one) == {"model": "m", **ask, "kv_transfer_params": PARAMS}
 
 
+@pytest.mark.parametrize("shared", [True, False])
+async def test_an_adapter_must_be_the_same_at_both(
+    fleet: Fleet, client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    """Two replicas may have different adapters of one name."""
+    async with three(fleet, monkeypatch) as (router, _):
+        for each in (fleet.one, fleet.two):
+            path = "/adapters/m" if shared or each is fleet.one else "/adapters/other"
+            each.entries = [{"id": "base"}, {"id": "m", "root": path, "parent": "base"}]
+        for name, each in (("one", fleet.one), ("two", fleet.two)):
+            adapter = {"m": str((each.entries or [])[1]["root"]), "base": None}
+            router.parts.fleet.set_models(name, adapter)
+        async with client.post(router.url + CHAT, json=ASK) as response:
+            assert response.status == 200
+        assert len(fleet.two.seen) == (1 if shared else 0)
+        assert ("kv_transfer_params" in body_of(fleet.one)) is shared
+        await router.record()
+        check_ended(router)
+
+
 # --- the first leg fails
 
 
