@@ -325,6 +325,25 @@ async def test_a_prefiller_without_nixl_connector_is_named_once_and_left_alone(
         assert two.pause_nixl(0.0) == 1.0
 
 
+async def test_a_prompt_that_breaks_replicas_reaches_two_in_either_leg(
+    fleet: Fleet, client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prefiller and one more; no breaker counts it."""
+    async with three(fleet, monkeypatch) as (router, third):
+        for each in (fleet.one, fleet.two, third):
+            each.will(cut_before_headers)
+        async with client.post(router.url + CHAT, json=ASK) as response:
+            assert response.status == 502
+        record = await router.record()
+        causes = [(each.cause, each.is_prefill) for each in record.failed_tries]
+        assert causes == [(Cause.CUT, True), (Cause.CUT, False)]
+        asked = [bool(each.seen) for each in (fleet.one, fleet.two, third)]
+        assert sum(asked) == 2
+        for each in router.parts.fleet.replicas.values():
+            assert each.breaker.state is Circuit.CLOSED and not each.breaker.why
+        check_ended(router)
+
+
 # --- the second leg fails
 
 
