@@ -390,7 +390,8 @@ class RequestLifecycle:
     def finish(self, ticket: Ticket, record: RequestRecord, usage: Usage, *, ok: bool) -> None:
         """Release a request whose answer had begun, with the answer's own counts."""
         leg = record.first_leg
-        record.cached_tokens = usage.cached_tokens if leg is None else leg.cached_tokens
+        there = None if leg is None else leg.cached_tokens
+        record.cached_tokens = usage.cached_tokens if there is None else there
         record.output_tokens, record.answer_tokens = usage.output_tokens, usage.tokens_about
         if ok and usage.tokens_about is not None:
             self.fleet.output_lengths.note(ticket.session, record.key, usage.tokens_about)
