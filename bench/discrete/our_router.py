@@ -18,7 +18,6 @@ from router.config.cost_weights import DEFAULT_WEIGHTS, CostWeights
 from router.config.settings import RatesConfig, ReplicaConfig, RouterConfig
 from router.fleet.fleet import Fleet
 from router.fleet.in_flight import Ticket
-from router.fleet.replica import Replica
 from router.index.kv_events import BlocksRemoved, BlocksStored, GpuCleared, KvBatch, KvEvent
 from router.index.prompt_keys import KvTier, PromptKeyCache
 from router.scheduling.admission import AdmissionController, AdmissionQueue
@@ -138,8 +137,6 @@ class OurRouter:
         self._measures = settings.measures
         self._health = Health(replicas, self._health_changed)
         self._refused = self._remote_prefills = 0
-        self._output_tokens: dict[str | None, float] = {}
-        """By session, the mean length of its answers so far."""
         for each in replicas:
             self._meet(each)
             each.listeners.append(self)
@@ -182,7 +179,7 @@ class OurRouter:
             session=sent.session,
             exclude=tuple(failed),
             streamed=sent.streamed,
-            output_tokens=self._output_tokens.get(sent.session),
+            output_tokens=self.fleet.output_lengths.expected(sent.session, None),
             may_split=not failed,
         )
         admitted = await self._admission.admit(request, at_once=bool(failed))
@@ -217,7 +214,7 @@ class OurRouter:
             ok, cached_tokens = True, serving.request.cached.total
             output_tokens = sent.output_tokens
             sent.served(replica.slot, serving.request, self._loop.time())
-            self._learn(decision.picked.replica, sent)
+            self.fleet.output_lengths.note(sent.session, None, sent.output_tokens)
         except ReplicaDownError:
             failed.append(decision.replica_id)
             self._health.suspect(replica)
@@ -254,14 +251,6 @@ class OurRouter:
         leg.finish(self._loop.time(), ok=True, cached_tokens=cached_tokens, output_tokens=1)
         self._admission.wake()
         return lender, serving.request
-
-    def _learn(self, replica: Replica, sent: Sent) -> None:
-        """Note how long an answer was, and how fast if it was streamed."""
-        known = self._output_tokens.get(sent.session, sent.output_tokens)
-        self._output_tokens[sent.session] = (known + sent.output_tokens) / 2
-        record, tokens = sent.record, sent.output_tokens - 1
-        if sent.streamed and tokens and record.ttft_s is not None and record.total_s is not None:
-            replica.note_output_tokens(tokens, record.total_s - record.ttft_s, self._loop.time())
 
     def counts(self) -> dict[str, float]:
         """Return refusals, and what was moved between replicas."""
