@@ -20,7 +20,7 @@ SOURCES := router cacheengine simulator warmroute_common bench tests tools
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-lmcache servers test test-families test-lmcache check lint fix audit bench lock clean
+.PHONY: help venv demo demo-lmcache servers test test-families test-lmcache test-nixl check lint fix audit bench lock clean
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -65,6 +65,10 @@ test-families: $(STAMP) ## Test every model family that is said to work (a few a
 test-lmcache: $(STAMP) ## Test against stock LMCache servers (installs them, 3.7 GB, apart)
 	$(BIN)/python -m bench.lmcache.environment
 	$(BIN)/python -m pytest -m lmcache tests/lmcache $(ARGS)
+
+test-nixl: $(STAMP) ## Test against stock vLLM with NixlConnector (installs NIXL, 240 MB, apart)
+	$(BIN)/python -m bench.nixl.environment
+	$(BIN)/python -m pytest -m nixl tests/nixl $(ARGS)
 
 check: lint servers ## Lint, types, fast tests, dependency audit
 	$(PYTEST) -q -m 'not vllm and not slow'

@@ -43,6 +43,9 @@ PROMPTED: Final = frozenset(
 MAX_WAIT_HEADER: Final = "x-warmroute-max-wait-s"
 """A client's limit for the time that its request is held, in seconds."""
 
+PREFILLER_HEADER: Final = "x-prefiller-host-port"
+"""Where llm-d's routing sidecar has a prompt prefilled; the picker's to set, not a client's."""
+
 METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _IDEMPOTENT: Final = ("GET", "HEAD", "PUT", "DELETE", "OPTIONS")
 _NOT_IDEMPOTENT: Final = ("POST", "PATCH")
@@ -181,6 +184,7 @@ class Policy:
         """Paths that reach replicas in addition to those of vLLM's API; ``/x/*``: all below."""
         self.aliases: Mapping[str, str] = config.model_aliases
         self._session_header = config.sessions.header
+        self._gateway_splits = config.picker is not None and config.picker.prefiller_header
         self.limits = Limits(
             body_bytes=config.max_body_bytes,
             body_s=config.timeouts.body_s,
@@ -233,7 +237,8 @@ class Policy:
             asked = _prompted(
                 *(path, headers, body, session, aliases), salt_key=salt_key, most_chars=most_chars
             )
-            return replace(asked, may_split=plane is Plane.PROXY and asked.may_split)
+            splits = plane is Plane.PROXY or self._gateway_splits
+            return replace(asked, may_split=splits and asked.may_split)
         content_type = headers.get("content-type", "")
         salt_key = salt_key if method == "POST" and path in _SALTED else None
         fields, model, body = _model_of(content_type, body, aliases, salt_key)

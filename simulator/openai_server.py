@@ -17,6 +17,7 @@ import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from simulator.nixl import Pull
 from simulator.openai_prompts import BadPromptError, Prompts, SimPrompt, chat_text, text_of
 from simulator.simulated_replica import RunningRequest, SimulatedReplica
 from simulator.simulator_settings import SimulatorSettings
@@ -59,7 +60,12 @@ class CompletionBody:
         """Return the event that ends a stream whose caller wants to know its usage."""
         return self._event([], self._usage(output_tokens, cached_tokens))
 
-    def whole(self, output_ids: Sequence[int], cached_tokens: int) -> bytes:
+    def whole(
+        self,
+        output_ids: Sequence[int],
+        cached_tokens: int,
+        kv_transfer_params: dict[str, Any] | None = None,
+    ) -> bytes:
         """Return the body of an answer that is not streamed."""
         text = _text(output_ids, is_first=True)
         what: dict[str, Any] = {"text": text}
@@ -71,6 +77,7 @@ class CompletionBody:
                 **self._head,
                 "choices": [choice | {"stop_reason": None}],
                 "usage": self._usage(len(output_ids), cached_tokens),
+                "kv_transfer_params": kv_transfer_params,
             }
         )
 
@@ -100,6 +107,11 @@ def error_body(message: str, status: int, *, kind: str, param: str | None = None
     return orjson.dumps({"error": error})
 
 
+_PULL_FAILED: Final = error_body(
+    "Internal server error: the KV could not be loaded", 500, kind="InternalServerError"
+)
+
+
 class SimulatedCallError(Exception):
     """A request that vLLM would refuse, too."""
 
@@ -125,6 +137,9 @@ class CompletionCall:
     is_chat: bool
     streams: bool
     wants_usage: bool
+    lends: bool = False
+    """Whether another replica shall be able to pull its KV."""
+    pull: Pull | None = None
 
 
 class CallReader:
@@ -140,11 +155,14 @@ class CallReader:
         if body.get("n", 1) != 1:
             raise SimulatedCallError("only one answer is given: leave 'n' out", param="n")
         options = body.get("stream_options") or {}
+        params = transfer_params(body)
         return CompletionCall(
             prompt=self._prompt(body, is_chat=is_chat),
             is_chat=is_chat,
             streams=body.get("stream") is True,
             wants_usage=isinstance(options, dict) and options.get("include_usage") is True,
+            lends=params.get("do_remote_decode") is True,
+            pull=Pull.of(params),
         )
 
     def token_ids(self, body: Mapping[str, Any]) -> list[int]:
@@ -225,6 +243,12 @@ class CallReader:
                 )
             return tokens
         return self._settings.output_tokens
+
+
+def transfer_params(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the ``kv_transfer_params`` of a request; empty if it has none."""
+    params = body.get("kv_transfer_params")
+    return params if isinstance(params, dict) else {}
 
 
 def _chat(body: Mapping[str, Any]) -> str:
@@ -372,9 +396,12 @@ class OpenAiServer:
 
     async def _answer(self, request: web.Request, *, is_chat: bool) -> web.StreamResponse:
         name = request.headers.get("x-request-id") or uuid.uuid4().hex
+        body: dict[str, Any] = {}
         try:
-            call = self._reader.read(await _body(request), is_chat=is_chat)
+            body = await _body(request)
+            call = self._reader.read(body, is_chat=is_chat)
         except SimulatedCallError as error:
+            self._replica.refuse(Pull.of(transfer_params(body)))
             return _refusal(error)
         answer = CompletionBody(
             request_id=name,
@@ -385,7 +412,9 @@ class OpenAiServer:
         if self._settings.rates.request_s:
             await asyncio.sleep(self._settings.rates.request_s / self._settings.speed)
         every = self._settings.stream_interval_tokens if call.streams else 0
-        running = self._replica.submit(call.prompt, name=name, emit_every=every)
+        running = self._replica.submit(
+            call.prompt, name=name, emit_every=every, lends=call.lends, pull=call.pull
+        )
         try:
             if call.streams:
                 response = web.StreamResponse(
@@ -394,12 +423,22 @@ class OpenAiServer:
                 with contextlib.suppress(ConnectionResetError):  # whoever asked has gone
                     await _stream(request, response, call, answer, running)
                 return response
-            await running.news.get()
-            body = answer.whole(call.prompt.output_ids, running.request.cached.total)
-            return web.Response(body=body, content_type="application/json")
+            if not await running.news.get():
+                return web.Response(body=_PULL_FAILED, status=500, content_type="application/json")
+            whole = answer.whole(
+                running.output_ids, _cached_tokens(call, running), running.kv_transfer_params
+            )
+            return web.Response(body=whole, content_type="application/json")
         finally:
             # Whoever went away leaves its place in the batch to others.
             self._replica.cancel(running)
+
+
+def _cached_tokens(call: CompletionCall, running: RunningRequest) -> int:
+    """Return what ``usage`` says; as in vLLM, of pulled KV what its lender had cached."""
+    if call.pull is not None and call.pull.cached_tokens is not None:
+        return call.pull.cached_tokens
+    return running.request.cached.total
 
 
 async def _stream(
@@ -411,7 +450,10 @@ async def _stream(
 ) -> None:
     first = await running.news.get()
     await response.prepare(request)
-    output, sent = call.prompt.output_ids, 0
+    if not first:
+        await response.write(b"data: %s\n\n" % _PULL_FAILED + DONE)
+        return
+    output, sent = running.output_ids, 0
     generated = first
     while True:
         is_last = generated == len(output)
@@ -420,7 +462,7 @@ async def _stream(
             data = answer.role() + data
         if is_last:
             if call.wants_usage:
-                data += answer.usage_event(len(output), running.request.cached.total)
+                data += answer.usage_event(len(output), _cached_tokens(call, running))
             data += DONE
         await response.write(data)
         sent = generated

@@ -89,6 +89,11 @@ def _number(name: str, default: float, text: str) -> _Option:
 @_rate("--disk-tokens-per-s", _RATES.disk_tokens_per_s, "Speed from disk to CPU RAM.")
 @_rate("--peer-tokens-per-s", _RATES.peer_tokens_per_s, "Speed of copies out of a replica.")
 @_rate("--receive-tokens-per-s", _RATES.receive_tokens_per_s, "Speed of copies into a replica.")
+@_rate(
+    "--pull-tokens-per-s",
+    _RATES.pull_tokens_per_s,
+    "Speed from another replica's GPU to a replica's, with --nixl.",
+)
 @_number("--step-s", _RATES.step_s, "Shortest time of a step, in seconds.")
 @_number(
     "--decode-s-per-sequence",
@@ -160,6 +165,11 @@ def _number(name: str, default: float, text: str) -> _Option:
     help="Directory for the tokenizer, which is kept.  [default: a temporary directory]",
 )
 @click.option(
+    "--nixl",
+    is_flag=True,
+    help="Replicas pull KV from each other's GPUs, as vLLM does with NixlConnector.",
+)
+@click.option(
     "--disk-files",
     is_flag=True,
     help="Keep the disk tiers in files there instead of in memory; slower.",
@@ -228,7 +238,11 @@ def _as_yaml(where: dict[str, Any]) -> str:
     """Return a configuration of the router, with the rest as comments."""
     config = {
         "replicas": [
-            {name: each[name] for name in ("url", "agent_url", "instance_id")}
+            {
+                name: each[name]
+                for name in ("url", "agent_url", "instance_id", "nixl_role")
+                if each[name] is not None
+            }
             for each in where["replicas"]
         ],
         "rates": where["router_rates"],

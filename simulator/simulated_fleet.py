@@ -16,6 +16,7 @@ import orjson
 from aiohttp import web
 
 from simulator.engine_storage import HASH_ALGORITHM
+from simulator.nixl import NixlNetwork
 from simulator.openai_prompts import Prompts, make_tokenizer
 from simulator.openai_server import CallReader, OpenAiServer, serve_app
 from simulator.simulated_replica import SimulatedReplica
@@ -70,6 +71,7 @@ def truth(replica: SimulatedReplica) -> dict[str, Any]:
         "held_tokens": {
             "gpu": model.cache.cached_blocks * shape.block_tokens,
             "gpu_in_use": model.cache.held_blocks * shape.block_tokens,
+            "gpu_lent": sum(each.num_blocks for each in model.lent) * shape.block_tokens,
             "cpu": tiers["cpu"].used_bytes // item_bytes * shape.chunk_tokens,
             "disk": 0
             if disk is None
@@ -82,6 +84,7 @@ def truth(replica: SimulatedReplica) -> dict[str, Any]:
         },
         "prompt_tokens": totals.queries,
         "prefilled_tokens": totals.prefilled,
+        "pulled_tokens": totals.pulled,
         "generated_tokens": totals.generated,
         "requests": totals.requests,
         "finished": totals.finished,
@@ -118,9 +121,13 @@ async def fleet(settings: SimulatorSettings) -> AsyncIterator[dict[str, Any]]:
     )
     reader = CallReader(settings, prompts)
     first = settings.first
+    network = NixlNetwork() if settings.nixl else None
     replicas = [
         SimulatedReplica(
-            settings, f"sim{first + number}", agent_port=port_of(settings.agent_port, number)
+            settings,
+            f"sim{first + number}",
+            agent_port=port_of(settings.agent_port, number),
+            nixl=network,
         )
         for number in range(settings.replicas)
     ]
@@ -143,6 +150,7 @@ async def fleet(settings: SimulatorSettings) -> AsyncIterator[dict[str, Any]]:
                     "agent_url": each.agent_url,
                     "kv_events": each.stream.endpoint,
                     "kv_replay": each.stream.replay_endpoint,
+                    "nixl_role": "both" if settings.nixl else None,
                 }
                 for each in replicas
             ],

@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -14,6 +14,7 @@ from simulator.kv_event_publisher import KvEventPublisher, TierEvents, encode_ev
 from simulator.model.lower_tier_view import LowerTiers, NoLowerTiers
 from simulator.model.replica_model import ReplicaMeter, ReplicaModel
 from simulator.model.sim_request import SimRequest
+from simulator.nixl import NixlConnector, NixlNetwork, Pull
 from simulator.openai_prompts import SimPrompt
 from simulator.simulator_settings import SimulatorSettings
 
@@ -32,7 +33,19 @@ class RunningRequest:
     request: SimRequest
     prompt: SimPrompt
     news: "asyncio.Queue[int]" = field(default_factory=asyncio.Queue)
-    """How many tokens there are by now, each time that the caller wants to know."""
+    """How many tokens there are by now, each time that the caller wants to know; 0: it failed."""
+    pull: Pull | None = None
+    """KV to pull, until that has ended."""
+    is_garbled: bool = False
+    """Whether it pulled what was not lent any more: the answer is wrong."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """Where its KV is lent, once it has finished."""
+
+    @property
+    def output_ids(self) -> Sequence[int]:
+        """The answer that it gives."""
+        right = self.prompt.output_ids
+        return [each ^ 1 for each in right] if self.is_garbled else right
 
 
 class SimulatedReplica:
@@ -44,8 +57,10 @@ class SimulatedReplica:
         instance_id: str,
         *,
         agent_port: int = 0,
+        nixl: NixlNetwork | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``nixl``: where other replicas can be pulled from; None: without NixlConnector."""
         self.settings = settings
         self.instance_id = instance_id
         self._agent_port = agent_port
@@ -61,6 +76,8 @@ class SimulatedReplica:
         self.max_lag_s = 0.0
         """How late, by the clock, the model was looked at when something was due."""
         self._running: dict[str, RunningRequest] = {}
+        self._network = nixl
+        self.nixl: NixlConnector | None = None
         self._number = 0
         self._tier_events = TierEvents(
             block_tokens=settings.shape.block_tokens,
@@ -97,6 +114,10 @@ class SimulatedReplica:
         self._loop = asyncio.get_running_loop()
         self._began_s = began_s
         self.stream.start()
+        if self._network is not None:
+            self.nixl = NixlConnector(
+                self._network, self._end_loan, lease_s=self.settings.kv_lease_s
+            )
         self._storage = open_storage(
             self.settings,
             self.instance_id,
@@ -133,17 +154,31 @@ class SimulatedReplica:
         """End everything; requests still running hear nothing more."""
         if self._timer is not None:
             self._timer.cancel()
+        if self.nixl is not None:
+            self.nixl.close()
+            self.nixl = None
         if self._storage is not None:
             await asyncio.to_thread(self._storage.close)
         await self.stream.stop()
 
     # --- requests
 
-    def submit(self, prompt: SimPrompt, *, name: str, emit_every: int) -> RunningRequest:
+    def submit(
+        self,
+        prompt: SimPrompt,
+        *,
+        name: str,
+        emit_every: int,
+        lends: bool = False,
+        pull: Pull | None = None,
+    ) -> RunningRequest:
         """Put a request into the queue. Raises ValueError for one that the GPU cannot hold.
 
-        ``name`` is what the caller knows it by, for the log.
+        ``name`` is what the caller knows it by, for the log. Without NixlConnector, ``lends`` and
+        ``pull`` have no effect, as in vLLM.
         """
+        if self.nixl is None:
+            lends, pull = False, None
         self._number += 1
         request = SimRequest(
             id=f"{self._number}-{name}",
@@ -152,9 +187,13 @@ class SimulatedReplica:
             block_keys=prompt.block_keys,
             chunk_keys=prompt.chunk_keys,
             emit_every=emit_every,
+            lends=lends,
+            pull_tokens=0 if pull is None else len(prompt.token_ids),
         )
-        running = RunningRequest(request, prompt)
+        running = RunningRequest(request, prompt, pull=pull)
         self._running[request.id] = running
+        if pull is not None and (lender := self._lender(pull)) is not None:
+            lender.keep(pull.request_id, lambda: request.id in self._running)
         try:
             self.model.arrive(request, self.now_s())
         except ValueError:
@@ -170,6 +209,12 @@ class SimulatedReplica:
         self.model.cancel(running.request, self.now_s())
         self._settle()
         self._running.pop(running.request.id, None)
+        self.refuse(running.pull)
+
+    def refuse(self, pull: Pull | None) -> None:
+        """Let the lender know that nobody pulls its KV from here; nothing for None."""
+        if pull is not None and (lender := self._lender(pull)) is not None:
+            lender.end(pull.request_id)
 
     def clear_gpu(self) -> bool:
         """Empty the GPU's prefix cache; False while requests use some of it."""
@@ -207,13 +252,40 @@ class SimulatedReplica:
     def _settle(self) -> None:
         """Pass on what the model has told, and come back when it will tell more."""
         self._publish()
+        for request, tokens in self.model.take_pulled():
+            self._end_pull(self._running[request.id], tokens)
         for request, generated, _ in self.model.take_progress():
-            running = self._running[request.id]
+            running = self._running.get(request.id)
+            if running is None:
+                continue  # its pull failed
+            if request in self.model.lent and self.nixl is not None:
+                running.kv_transfer_params = self.nixl.lend(request)
             running.news.put_nowait(generated)
             if generated == request.output_tokens:
                 del self._running[request.id]
                 self.log.append(self._finished(running))
         self._set_timer()
+
+    def _lender(self, pull: Pull) -> NixlConnector | None:
+        return None if self._network is None else self._network.lender(pull)
+
+    def _end_loan(self, request: SimRequest) -> None:
+        self.model.end_loan(request, self.now_s())
+        self._settle()
+
+    def _end_pull(self, running: RunningRequest, tokens: int) -> None:
+        """Tell the lender that its KV was pulled, or fail the request if there is none."""
+        pull, running.pull = running.pull, None
+        assert pull is not None
+        lender = self._lender(pull)
+        if lender is not None:
+            was_lent = lender.end(pull.request_id)
+            running.is_garbled = not was_lent and tokens > 0
+        elif tokens > 0:
+            self.model.cancel(running.request, self.now_s())
+            self._publish()
+            del self._running[running.request.id]
+            running.news.put_nowait(0)
 
     def _publish(self) -> None:
         events = self.model.take_events()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from cacheengine.tiers.chunk_file import SEAL_BYTES
 from simulator.model.replica_machine import Rates, Shape
+from simulator.nixl import LEASE_S
 from warmroute_common.fleet_secret import FleetSecret
 
 
@@ -37,6 +38,10 @@ class SimulatorSettings:
     stream_interval_tokens: int = 1
     fleet_secret: FleetSecret | None = None
     """Asked for by the agents; beyond loopback there must be one."""
+    nixl: bool = False
+    """Whether replicas pull KV from each other's GPUs."""
+    kv_lease_s: float = LEASE_S
+    """How long KV is lent that nobody pulls, in seconds of the clock."""
     output_tokens: int = 64
     """Length of an answer when the request does not say."""
 
@@ -91,6 +96,7 @@ class SimulatorSettings:
             "peer_bytes_per_s": self.bytes_per_s(
                 min(rates.peer_tokens_per_s, rates.receive_tokens_per_s)
             ),
+            "pull_bytes_per_s": self.bytes_per_s(rates.pull_tokens_per_s),
             "kv_bytes_per_token": self.chunk_bytes / self.shape.chunk_tokens,
         }
 

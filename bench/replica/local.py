@@ -101,9 +101,9 @@ def platform_arguments(platform: Platform, *, of: int) -> list[str]:
     return ["--gpu-memory-utilization", f"{share:.2f}"]
 
 
-def replica_command(config: Path, vllm_args: Sequence[str]) -> list[str]:
-    """Return the command of a replica with the engine inside."""
-    return [*_warmroute(), "replica", "--config", str(config), "--", *vllm_args]
+def replica_command(config: Path, vllm_args: Sequence[str], *options: str) -> list[str]:
+    """Return the command of a replica with the engine inside, with options of its own."""
+    return [*_warmroute(), "replica", "--config", str(config), *options, "--", *vllm_args]
 
 
 def router_command(config: Path) -> list[str]:

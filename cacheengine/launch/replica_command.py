@@ -53,6 +53,13 @@ from warmroute_common.config_reader import ConfigError
     help="TCP port where routers fetch KV events that they missed.  [default: a free one]",
 )
 @click.option(
+    "--nixl",
+    is_flag=True,
+    help="Run vLLM's NixlConnector too: replicas prefill prompts for each other. Needs the package "
+    "nixl, and VLLM_NIXL_SIDE_CHANNEL_HOST and VLLM_NIXL_SIDE_CHANNEL_PORT, an address of this "
+    "machine that the other replicas reach.",
+)
+@click.option(
     "--print-command",
     is_flag=True,
     help="Print the vLLM command and its additional environment variables, and stop.",
@@ -60,8 +67,10 @@ from warmroute_common.config_reader import ConfigError
 @click.argument("vllm_args", nargs=-1, type=click.UNPROCESSED)
 def replica(
     config_path: Path,
+    *,
     kv_events_port: int | None,
     kv_replay_port: int | None,
+    nixl: bool,
     print_command: bool,
     vllm_args: tuple[str, ...],
 ) -> None:
@@ -87,6 +96,7 @@ def replica(
             chunk_tokens=config.chunk_size,
             kv_events_port=kv_events_port or spare_events_port,
             kv_replay_port=kv_replay_port or spare_replay_port,
+            nixl=nixl,
         )
         environment = vllm_environment(
             os.environ,

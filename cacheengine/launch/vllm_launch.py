@@ -148,12 +148,18 @@ class ReplicaSettings:
 
 
 def vllm_arguments(
-    vllm_args: Sequence[str], *, chunk_tokens: int, kv_events_port: int, kv_replay_port: int
+    vllm_args: Sequence[str],
+    *,
+    chunk_tokens: int,
+    kv_events_port: int,
+    kv_replay_port: int,
+    nixl: bool = False,
 ) -> list[str]:
     """Return the command that serves a model with the engine inside.
 
-    ``vllm_args`` are the user's. Raises ValueError, naming the option, if they set an option that
-    only the launcher may set.
+    ``vllm_args`` are the user's. ``nixl``: with NixlConnector too, which comes first: what another
+    replica lends is not looked for in the engine. Raises ValueError, naming the option, if they set
+    an option that only the launcher may set.
     """
     for option in ("--kv-transfer-config", "--kv-events-config", "--no-enable-prefix-caching"):
         if has_option(vllm_args, option):
@@ -166,7 +172,7 @@ def vllm_arguments(
         kv_replay_port=kv_replay_port,
         chat_template=value_of(vllm_args, "", "--chat-template") or None,
     )
-    transfer = {
+    transfer: dict[str, Any] = {
         "kv_connector": "WarmrouteConnector",
         "kv_connector_module_path": "cacheengine.connector.connector",
         "kv_role": "kv_both",
@@ -175,6 +181,13 @@ def vllm_arguments(
             _SETTINGS_KEY: asdict(settings),
         },
     }
+    if nixl:
+        connectors = [{"kv_connector": "NixlConnector", "kv_role": "kv_both"}, transfer]
+        transfer = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"connectors": connectors},
+        }
     events = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",

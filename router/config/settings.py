@@ -518,6 +518,10 @@ class PickerConfig:
     client_ca: str | None = None
     """PEM file of authorities. Only gateways with a certificate of one of them are answered. Needs
     ``certificate`` too. Required if a replica has an ``api_key`` and ``host`` is not loopback."""
+    prefiller_header: bool = False
+    """Set it if requests reach replicas through llm-d's routing sidecar: then replicas with a
+    ``nixl_role`` prefill for each other. The picker names the one that prefills in
+    ``x-prefiller-host-port``."""
     waive: tuple[Waivable, ...] = ()
     """Settings of this file that need not hold behind the gateway, or that the gateway enforces
     itself. Without it ``warmroute picker`` refuses to start with any of them: client keys

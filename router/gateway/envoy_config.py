@@ -19,6 +19,7 @@ from router.policy import (
     MAX_WAIT_HEADER,
     METHODS,
     NOT_CANONICAL,
+    PREFILLER_HEADER,
     Limits,
     Policy,
     Route,
@@ -46,6 +47,7 @@ SENDS_ANSWERS: Final = "x-warmroute-sends-answers"
 
 _STEERING: Final = (
     *(DESTINATION, SUBSET, SERVED, MAX_RETRIES, ADMIN_HEADER.lower()),
+    PREFILLER_HEADER,
     *("x-envoy-retry-on", "x-envoy-retry-grpc-on", "x-envoy-retriable-status-codes"),
     *("x-envoy-retriable-header-names", "x-envoy-hedge-on-per-try-timeout"),
     *("x-envoy-upstream-rq-timeout-ms", "x-envoy-upstream-rq-per-try-timeout-ms"),

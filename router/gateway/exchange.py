@@ -19,7 +19,14 @@ from router.proxy.lifecycle import RequestLifecycle
 from router.proxy.relay import NO_USAGE, UsageReader
 from router.proxy.sse import StreamOpening
 from router.proxy.upstream import RETRYABLE
-from router.record.records import Cause, Outcome, RequestRecord, answer_headers, trace_context
+from router.record.records import (
+    Cause,
+    FirstLeg,
+    Outcome,
+    RequestRecord,
+    answer_headers,
+    trace_context,
+)
 from warmroute_common.api_errors import ApiError, NoReplicaError
 from warmroute_common.http_server import Bodies
 
@@ -37,6 +44,8 @@ class Destinations:
     """The picked replica's, then those of the next best, which are tried if it fails."""
     api_key: str | None
     """Sent to all of them instead of the client's own."""
+    prefiller: str | None
+    """The endpoint of the replica that prefills the prompt for them; None: each does it itself."""
 
 
 class Exchange:
@@ -111,15 +120,37 @@ class Exchange:
         if among is not None and not among:
             raise NoReplicaError("none of the endpoints in the gateway's subset is a replica")
         admitted = await self._lifecycle.admit(
-            asked, prompt_keys, self.record, among=among, sees_tokens=self._sees_tokens
+            asked,
+            prompt_keys,
+            self.record,
+            among=among,
+            sees_tokens=self._sees_tokens,
+            may_split=asked.may_split,
         )
         self._ticket, self._asked = admitted.ticket, (asked, prompt_keys)
         self._replica = admitted.decision.picked.replica
         await self._lifecycle.prepare(admitted, self.record)
         self._picked_s = time.monotonic()
-        return self._destinations(admitted.decision, policy.replicas(asked))
+        prefiller = self._first_leg(admitted.ticket)
+        return self._destinations(admitted.decision, policy.replicas(asked), prefiller)
 
-    def _destinations(self, decision: Decision, most: int) -> Destinations:
+    def _first_leg(self, ticket: Ticket) -> Replica | None:
+        """Return the replica that prefills the prompt; the sidecar sends both legs."""
+        if (leg := ticket.first_leg) is None:
+            return None
+        if self._endpoints.known(leg.replica) is None:
+            self._lifecycle.release(leg)
+            ticket.sent(self._picked_s)
+            return None
+        ticket.pulls(self._picked_s)
+        self.record.first_leg = FirstLeg(
+            replica_id=leg.replica.id, seconds=None, cached_tokens=None
+        )
+        return leg.replica
+
+    def _destinations(
+        self, decision: Decision, most: int, prefiller: Replica | None
+    ) -> Destinations:
         """Return the decision's replica and the next best, by their scores; ``most`` at most."""
         picked, weights = decision.picked, self._lifecycle.fleet.weights
         api_key = picked.replica.config.api_key
@@ -127,12 +158,19 @@ class Exchange:
             each
             for each in decision.candidates
             if each is not picked and each.replica.config.api_key == api_key
+            # The header is the same for all of them.
+            if prefiller is None or each.replica.nixl_role in ("both", "decode")
+            if each.replica is not prefiller
             if decision.reason is not Reason.BOUND
         ]
         others.sort(key=lambda each: each.score_s(weights))
         found = [self._endpoints.known(each.replica) for each in (picked, *others)]
         known = [each for each in found if each is not None][:most]
-        return Destinations(endpoints=tuple(known), api_key=api_key)
+        return Destinations(
+            endpoints=tuple(known),
+            api_key=api_key,
+            prefiller=None if prefiller is None else self._endpoints.known(prefiller),
+        )
 
     # --- the answer
 
@@ -245,6 +283,8 @@ class Exchange:
 
     def _began(self, began_s: float) -> None:
         if self._ticket is not None:
+            if (leg := self._ticket.first_leg) is not None:
+                self._lifecycle.prefilled(leg, NO_USAGE)
             lag_s = self._picked_s - self._ticket.started_s - self.record.prepared.waited_s
             # Where the gateway asked another replica, it is not known when: that teaches nothing.
             self._lifecycle.began(

@@ -24,6 +24,7 @@ from router.gateway.envoy_config import (
     SUBSET,
     SUBSET_METADATA,
 )
+from router.policy import PREFILLER_HEADER
 from warmroute_common.api_errors import ApiError
 from warmroute_common.http_server import error_body
 
@@ -202,6 +203,8 @@ def destination(
     common = getattr(answer, kind).response
     retries = str(len(listed) - 1)
     _set_headers(common.header_mutation, {DESTINATION: value, MAX_RETRIES: retries, **headers})
+    if PREFILLER_HEADER not in headers:
+        common.header_mutation.remove_headers.append(PREFILLER_HEADER)  # the client's
     common.clear_route_cache = True
     answer.dynamic_metadata.update(
         {LB_METADATA: {DESTINATION: value}, OWN_METADATA: {EXCHANGE: exchange}}

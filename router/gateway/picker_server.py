@@ -20,6 +20,7 @@ from router.gateway.endpoints import Endpoints
 from router.gateway.envoy_config import SENDS_ANSWERS
 from router.gateway.exchange import Exchange
 from router.gateway.messages import GatewayCall, Message
+from router.policy import PREFILLER_HEADER
 from router.proxy.lifecycle import RequestLifecycle
 from warmroute_common.addresses import join_host_port
 from warmroute_common.api_errors import ApiError, TooLargeError
@@ -284,6 +285,8 @@ class _Conversation:
     async def _send_destination(self, kind: str, body: bytes) -> None:
         picked = await self._call.unless_ended(self._exchange.pick(body, self._bodies))
         headers = {} if picked.api_key is None else {"authorization": f"Bearer {picked.api_key}"}
+        if picked.prefiller is not None:
+            headers[PREFILLER_HEADER] = picked.prefiller
         message = messages.destination(kind, picked.endpoints, headers, self._name)
         await self._call.write(message)
 

@@ -391,7 +391,8 @@ class RequestLifecycle:
     def finish(self, ticket: Ticket, record: RequestRecord, usage: Usage, *, ok: bool) -> None:
         """Release a request whose answer had begun, with the answer's own counts."""
         leg = record.first_leg
-        record.cached_tokens = usage.cached_tokens if leg is None else leg.cached_tokens
+        there = None if leg is None else leg.cached_tokens
+        record.cached_tokens = usage.cached_tokens if there is None else there
         record.output_tokens = usage.output_tokens
         self.release(ticket, ok=ok, usage=usage if record.prompt_tokens else NO_USAGE)
         if ok and usage.stored_id is not None and record.replica_id is not None:

@@ -107,15 +107,18 @@ class RemotePrefill:
         Raises `PrefillFailedError`. The ticket owns the first leg's: releasing it releases both.
         """
         asked, record, leg = self._asked, self._client.record, ticket.first_leg
+        record.first_leg = None  # of an earlier try
         lent = self._still_lent(ticket.replica)
-        if leg is not None and lent is None:
-            lent = await self._prefill(leg)
-        elif leg is not None:
-            self._lifecycle.release(leg)
-        record.first_leg = None if lent is None else lent.leg
+        if leg is not None:
+            if lent is None and self._is_pair(leg.replica, ticket.replica):
+                lent = await self._prefill(leg)
+            else:
+                self._lifecycle.release(leg)
         if lent is None:
+            if leg is not None:
+                ticket.sent(time.monotonic())
             return asked.body
-        self._lent = lent
+        self._lent, record.first_leg = lent, lent.leg
         ticket.pulls(time.monotonic())
         return await off_loop(
             len(asked.body), with_new_member, asked.body, "kv_transfer_params", lent.params
@@ -138,10 +141,14 @@ class RemotePrefill:
         lent, self._lent = self._lent, None
         if lent is None or time.monotonic() - lent.since_s > _LEASE_S:
             return None
+        can_pull = replica.nixl_role in ("both", "decode")
+        return lent if can_pull and self._is_pair(lent.prefiller, replica) else None
+
+    def _is_pair(self, prefiller: Replica, replica: Replica) -> bool:
+        """Whether one can use the other's KV: with a LoRA adapter, if both load the same."""
         model = self._asked.model or ""
-        is_pair = lent.prefiller.adapters.get(model) == replica.adapters.get(model)
-        can_pull = replica.nixl_role in ("both", "decode") and lent.prefiller is not replica
-        return lent if can_pull and is_pair else None
+        paths = (prefiller.adapters.get(model), replica.adapters.get(model))
+        return prefiller is not replica and paths[0] == paths[1]
 
     async def _prefill(self, leg: Ticket) -> _Lent:
         began_s = time.monotonic()
@@ -154,7 +161,7 @@ class RemotePrefill:
             raise PrefillFailedError(failure.cause, failure.detail, failure.answer) from failure
         self._lifecycle.prefilled(leg, usage)
         now_s = time.monotonic()
-        self._client.record.step("prefill", began_s)
+        self._client.record.prefilled(began_s)
         return _Lent(
             params=answer.kv_transfer_params,
             prefiller=leg.replica,

@@ -27,6 +27,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from router.config.settings import TimeoutsConfig
+from router.policy import PREFILLER_HEADER
 from router.prompt.request_body import BodyBytes
 from router.proxy.sse import StreamOpening
 from router.record.records import Cause
@@ -74,7 +75,8 @@ _HOP_BY_HOP: Final = frozenset(
 # The client's Host names the router, and aiohttp has decoded the body (Content-Encoding), so
 # its length has changed.
 _NOT_FORWARDED: Final = _HOP_BY_HOP | {
-    *("host", "content-length", "content-encoding", "expect", ADMIN_HEADER.lower())
+    *("host", "content-length", "content-encoding", "expect", ADMIN_HEADER.lower()),
+    PREFILLER_HEADER,
 }
 
 

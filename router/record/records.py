@@ -134,7 +134,8 @@ class FirstLeg:
     """The prefill of a prompt at one replica for another one."""
 
     replica_id: str
-    seconds: float
+    seconds: float | None
+    """Unknown behind a gateway."""
     cached_tokens: int | None
     """Tokens of the prompt that were cached there, as its ``usage`` said."""
 
@@ -171,6 +172,8 @@ class Try(NamedTuple):
     began_s: float
     span_id: str | None
     """The parent span in the replica's ``traceparent``; None if the router makes no spans."""
+    prefilled_s: float | None = None
+    """When a first leg ended well: the prompt was prefilled there for another replica."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -255,6 +258,11 @@ class RequestRecord:
         span_id = new_span_id() if made else None
         self.tries.append(Try(replica_id or str(self.replica_id), url, time.monotonic(), span_id))
         return None if self.trace is None or span_id is None else self.trace.header(span_id)
+
+    def prefilled(self, began_s: float) -> None:
+        """Note that the first leg, the last try so far, has ended well."""
+        self.tries[-1] = self.tries[-1]._replace(prefilled_s=time.monotonic())
+        self.step("prefill", began_s)
 
     def waited_to_retry(self, began_s: float) -> None:
         """Note that the request has waited between two tries until now."""

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
-from itertools import zip_longest
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -92,15 +91,21 @@ class SpanMaker:
         )
         for step in record.steps:
             yield span(step.name, step.began_s, step.ended_s)
-        for tried, failed in zip_longest(record.tries, record.failed_tries[: len(record.tries)]):
+        failures = iter(record.failed_tries)
+        for tried in record.tries:
+            failed = next(failures, None) if tried.prefilled_s is None else None
+            ended_s, error = tried.prefilled_s, None
+            if ended_s is None:
+                ended_s = record.ended_s if failed is None else failed.ended_s
+                error = _error(record) if failed is None else failed.detail
             yield span(
                 _name(record),
                 tried.began_s,
-                record.ended_s if failed is None else failed.ended_s,
+                ended_s,
                 span_id=tried.span_id,
                 kind=SpanKind.CLIENT,
                 attributes=_known(_of_try(record, tried, failed)),
-                error=_error(record) if failed is None else failed.detail,
+                error=error,
             )
         if record.first_byte_s is not None and record.streamed:
             last = record.tries[-1].span_id if record.tries else trace.span_id
@@ -175,6 +180,8 @@ def _of_try(
     }
     if failed is not None:
         return {**known, "error.type": str(failed.cause)}
+    if tried.prefilled_s is not None:
+        return {**known, "warmroute.is_prefill": True}
     status = None if record.first_byte_s is None else record.status
     return {**known, "http.response.status_code": status, **_of_generation(record)}
 

@@ -36,7 +36,7 @@ class SimRequest:
     """Its blocks stay held after its end, for another replica to pull, until
     `ReplicaModel.end_loan`."""
     pull_tokens: int = 0
-    """Leading tokens whose KV another replica lends: those that the GPU lacks are pulled."""
+    """Leading tokens whose KV another replica lends; what the GPU lacks of them is pulled."""
     emit_every: int = 0
     """The caller hears of the first token, then of every n-th; 0: of the end only."""
 

@@ -65,7 +65,10 @@ class Replica(ReplicaTiers):
         of: int = 1,
         vllm_args: Sequence[str] = (),
         config: Mapping[str, object] | None = None,
+        options: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
+        """``options`` are those of ``warmroute replica`` itself."""
         super().__init__(
             name=name,
             url=f"http://127.0.0.1:{port}",
@@ -87,7 +90,8 @@ class Replica(ReplicaTiers):
         }
         self._config_path.write_text(json.dumps(settings))  # JSON is YAML
         platform = find_platform()
-        self._environment = replica_environment(platform, index, of=of)
+        self._environment = {**replica_environment(platform, index, of=of), **(environment or {})}
+        self._options = options
         self._arguments = [
             *platform_arguments(platform, of=of),
             *("--model", str(model_dir), "--served-model-name", MODEL, "--port", str(port)),
@@ -98,7 +102,7 @@ class Replica(ReplicaTiers):
 
     def start(self) -> None:
         """Start the process; `wait_ready` follows."""
-        command = replica_command(self._config_path, self._arguments)
+        command = replica_command(self._config_path, self._arguments, *self._options)
         self._pid = self._group.start(self.name, command, self._environment, self._log_path)
 
     def wait_ready(self) -> None:

@@ -1,7 +1,5 @@
 """KV that one replica lends and another pulls, in the model."""
 
-import pytest
-
 from simulator.model.replica_model import ReplicaModel
 from simulator.model.sim_request import SimRequest
 from tests.simulator.helpers import model, rates, request, run
@@ -24,7 +22,7 @@ def test_lent_blocks_are_held_until_the_loan_ends() -> None:
     other = request("other", 50)
     sim.arrive(other, 20.0)
     run(sim, 50.0)
-    assert other.first_token_s is None, "there is no room beside what is lent"
+    assert other.first_token_s is None, "what is lent leaves no room"
     assert sim.end_loan(first, 60.0) and not sim.end_loan(first, 60.0)
     run(sim)
     assert other.finished_s is not None and sim.cache.held_blocks == 0
@@ -51,7 +49,7 @@ def test_a_pull_takes_its_time_and_no_step() -> None:
     assert run(sim, 9.0) == [("alone", 1, 3.0)]
     assert sim.take_pulled() == []
     # At 10 s the pull ends; the last token takes a step of its own.
-    assert run(sim) == [("second", 1, pytest.approx(11.1))]
+    assert run(sim) == [("second", 1, 11.1)]
     assert sim.take_pulled() == [(second, 100)]
     assert (sim.totals.pulled, sim.totals.prefilled) == (100, 21)
 

@@ -6,7 +6,9 @@ they differ in what it uses, run `tests/e2e`, and then enter the new version.
 """
 
 import hashlib
+import importlib
 import inspect
+import tomllib
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -160,3 +162,18 @@ def test_joined_copies_take_the_place_of_what_vllm_calls() -> None:
 def test_every_base_is_constructed() -> None:
     for made in ours():
         assert "super().__init__(" in inspect.getsource(made.__init__), made.__name__  # type: ignore[misc]
+
+
+def test_the_entry_point_makes_the_connector_known_by_name() -> None:
+    """vLLM's API server looks it up so where it is a part of a MultiConnector."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    text = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    project = tomllib.loads(text)["project"]
+    (named,) = project["entry-points"]["vllm.general_plugins"].values()
+    module, _, function = named.partition(":")
+    register = getattr(importlib.import_module(module), function)
+    register()
+    register()  # vLLM may load plugins more than once
+    found = KVConnectorFactory.get_connector_class_by_name("WarmrouteConnector")
+    assert found.__module__ == "cacheengine.connector.connector"

@@ -51,6 +51,21 @@ def test_the_command_loads_our_spec_and_publishes_events() -> None:
     assert events["replay_endpoint"] == "tcp://*:7002"
 
 
+def test_nixl_connector_comes_before_ours() -> None:
+    """What another replica lends is pulled; what is here is not."""
+    alone, both = (
+        option(
+            vllm_arguments([], chunk_tokens=512, kv_events_port=1, kv_replay_port=2, nixl=nixl),
+            "--kv-transfer-config",
+        )
+        for nixl in (False, True)
+    )
+    assert both["kv_connector"] == "MultiConnector"
+    assert both["kv_connector_extra_config"] == {
+        "connectors": [{"kv_connector": "NixlConnector", "kv_role": "kv_both"}, alone]
+    }
+
+
 def test_layers_with_windows_are_kept_like_the_others_unless_told() -> None:
     def launched(*vllm_args: str) -> list[str]:
         return vllm_arguments(vllm_args, chunk_tokens=256, kv_events_port=1, kv_replay_port=2)

@@ -25,8 +25,13 @@ Choose = Callable[[Decision, RouterFleet], Replica | None]
 """Which replica prefills for a decision's; None: none."""
 
 
-def prefilling_at(monkeypatch: pytest.MonkeyPatch, choose: Choose) -> None:
-    """Let each decision have the prefiller that ``choose`` names, as the scheduler would."""
+def prefilling_at(
+    monkeypatch: pytest.MonkeyPatch, choose: Choose, decoder: Callable[[], str] | None = None
+) -> None:
+    """Let each decision have the prefiller that ``choose`` names, as the scheduler would.
+
+    ``decoder`` names the replica that all requests go to, if it is given.
+    """
     place = RequestScheduler.place
 
     def places(
@@ -35,7 +40,10 @@ def prefilling_at(monkeypatch: pytest.MonkeyPatch, choose: Choose) -> None:
         now_s: float,
         reserved: ReservedWork | None = None,
     ) -> Decision:
-        decision = place(scheduler, request, now_s, reserved)
+        if decoder is not None and decoder() not in request.exclude:
+            request = replace(request, among=[decoder()])
+        alone = replace(request, may_split=False)
+        decision = place(scheduler, alone, now_s, reserved)
         replica = choose(decision, scheduler.fleet) if request.may_split else None
         if replica in (None, decision.picked.replica) or replica.id in request.exclude:
             return decision

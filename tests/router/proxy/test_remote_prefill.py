@@ -226,6 +226,26 @@ async def test_every_endpoint_with_an_answer_can_have_two_legs(
         assert body_of(fleet.one) == {"model": "m", **ask, "kv_transfer_params": PARAMS}
 
 
+@pytest.mark.parametrize("shared", [True, False])
+async def test_an_adapter_must_be_the_same_at_both(
+    fleet: Fleet, client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    """Two replicas may have different adapters of one name."""
+    async with three(fleet, monkeypatch) as (router, _):
+        for each in (fleet.one, fleet.two):
+            path = "/adapters/m" if shared or each is fleet.one else "/adapters/other"
+            each.entries = [{"id": "base"}, {"id": "m", "root": path, "parent": "base"}]
+        for name, each in (("one", fleet.one), ("two", fleet.two)):
+            adapter = {"m": str((each.entries or [])[1]["root"]), "base": None}
+            router.parts.fleet.set_models(name, adapter)
+        async with client.post(router.url + CHAT, json=ASK) as response:
+            assert response.status == 200
+        assert len(fleet.two.seen) == (1 if shared else 0)
+        assert ("kv_transfer_params" in body_of(fleet.one)) is shared
+        await router.record()
+        check_ended(router)
+
+
 # --- the first leg fails
 
 
@@ -303,6 +323,25 @@ async def test_a_prefiller_without_nixl_connector_is_named_once_and_left_alone(
             assert response.status == 200
         await router.record(5)
         assert two.pause_nixl(0.0) == 1.0
+
+
+async def test_a_prompt_that_breaks_replicas_reaches_two_in_either_leg(
+    fleet: Fleet, client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prefiller and one more; no breaker counts it."""
+    async with three(fleet, monkeypatch) as (router, third):
+        for each in (fleet.one, fleet.two, third):
+            each.will(cut_before_headers)
+        async with client.post(router.url + CHAT, json=ASK) as response:
+            assert response.status == 502
+        record = await router.record()
+        causes = [(each.cause, each.is_prefill) for each in record.failed_tries]
+        assert causes == [(Cause.CUT, True), (Cause.CUT, False)]
+        asked = [bool(each.seen) for each in (fleet.one, fleet.two, third)]
+        assert sum(asked) == 2
+        for each in router.parts.fleet.replicas.values():
+            assert each.breaker.state is Circuit.CLOSED and not each.breaker.why
+        check_ended(router)
 
 
 # --- the second leg fails
@@ -437,3 +476,14 @@ async def test_a_long_body_is_sent_on_as_it_is(
             assert response.status == 200
         assert body_of(fleet.one) == {**ask, "kv_transfer_params": PARAMS}
         assert body_of(fleet.two)["messages"] == ask["messages"]
+
+
+async def test_a_client_cannot_name_a_prefiller_to_a_sidecar(
+    fleet: Fleet, client: aiohttp.ClientSession
+) -> None:
+    """llm-d's routing sidecar would send the prompt to any host."""
+    router = await fleet.router()
+    headers = {"X-Prefiller-Host-Port": "127.0.0.1:1"}
+    async with client.post(router.url + CHAT, json=ASK, headers=headers) as response:
+        assert response.status == 200
+    assert "x-prefiller-host-port" not in fleet.one.seen[0].headers

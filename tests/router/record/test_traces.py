@@ -19,6 +19,7 @@ from router.config.settings import TracingConfig
 from router.record.records import TraceContext, trace_context
 from tests.router.agent_server import serving
 from tests.router.conftest import Fleet, Running
+from tests.router.proxy.helpers import prefilling_at
 from tests.router.scripted import (
     CHAT_ANSWER,
     chat_events,
@@ -148,6 +149,27 @@ async def test_each_try_is_a_span_of_its_own(fleet: Fleet, client: aiohttp.Clien
         # A try may be sent twice: on a connection that was used before, and on a new one.
         seen = {each.headers["traceparent"] for each in upstream.seen if each.path == CHAT}
         assert seen == {f"00-{request.trace_id.hex()}-{span.span_id.hex()}-01"}
+
+
+async def test_the_prefill_at_another_replica_is_a_span_of_its_own(
+    fleet: Fleet, client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended well, although the replica that was to decode failed after it."""
+    prefilling_at(monkeypatch, lambda decision, replicas: replicas.replicas["two"])
+    async with collecting() as (collector, tracing):
+        router = await fleet.router(tracing=tracing)
+        fleet.one.will(cut_before_headers)
+        fleet.two.will(json_answer({**CHAT_ANSWER, "kv_transfer_params": {}}))
+        await ask(client, router)
+        await router.record()
+        await router.runner.cleanup()
+    prefill, cut, last = collector.of(Span.SPAN_KIND_CLIENT)
+    told = [values(each) for each in (prefill, cut, last)]
+    assert [each["warmroute.replica"] for each in told] == ["two", "one", "two"]
+    assert [each.get("error.type") for each in told] == [None, "cut", None]
+    assert [each.get("warmroute.is_prefill") for each in told] == [True, None, None]
+    assert prefill.end_time_unix_nano <= cut.start_time_unix_nano
+    assert [each.status.code for each in (prefill, cut, last)] == [0, Status.STATUS_CODE_ERROR, 0]
 
 
 async def test_a_request_that_fails_says_so(fleet: Fleet, client: aiohttp.ClientSession) -> None:

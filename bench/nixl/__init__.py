@@ -1,0 +1,1 @@
+"""Stock vLLM with NixlConnector, for tests on machines without GPUs."""

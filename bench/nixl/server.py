@@ -1,0 +1,96 @@
+"""A stock vLLM server with NixlConnector, as a process of this machine."""
+
+import json
+import os
+import re
+import signal
+import urllib.request
+from pathlib import Path
+from typing import Final
+
+from bench.nixl.environment import server_environment
+from bench.replica.local import (
+    REPLICA_READY_TIMEOUT_S,
+    platform_arguments,
+    replica_environment,
+)
+from bench.replica.tiers import Vllm
+from cacheengine.launch.vllm_launch import free_ports
+from router.config.settings import ReplicaConfig
+from router.launch.processes import ProcessGroup
+
+_SAMPLE: Final = r"^vllm:{name}(?:_total)?\{{[^}}]*{labels}[^}}]*\}} (\S+)$"
+
+
+class NixlServer(Vllm):
+    """A vLLM that pulls KV from others, and lends its own for ``lease_s``."""
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        name: str,
+        *,
+        nixl: Path,
+        python: str,
+        model: Path,
+        served_name: str,
+        directory: Path,
+        index: int,
+        of: int,
+        max_model_tokens: int,
+        lease_s: int,
+    ) -> None:
+        """``nixl`` is the directory that has NIXL."""
+        port, side_port, events_port, replay_port = free_ports(4)
+        super().__init__(name=name, url=f"http://127.0.0.1:{port}", model=served_name)
+        self._group = group
+        self._log = directory / f"{name}.log"
+        self._environment = {
+            **replica_environment("cpu", index, of=of),
+            **server_environment(nixl, side_port),
+        }
+        transfer = {
+            "kv_connector": "NixlConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"kv_lease_duration": lease_s},
+        }
+        events = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{events_port}",
+            "replay_endpoint": f"tcp://*:{replay_port}",
+        }
+        self._command = [
+            *(python, "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(model), "--served-model-name", served_name),
+            *("--host", "127.0.0.1", "--port", str(port)),
+            *("--max-model-len", str(max_model_tokens), "--enable-prompt-tokens-details"),
+            *platform_arguments("cpu", of=of),
+            *("--kv-transfer-config", json.dumps(transfer)),
+            *("--kv-events-config", json.dumps(events)),
+        ]
+
+    @property
+    def config(self) -> ReplicaConfig:
+        """The replica in a router's configuration."""
+        return ReplicaConfig(url=self.url, instance_id=self.name, nixl_role="both")
+
+    def start(self) -> None:
+        """Start the process; `wait_ready` follows."""
+        self._pid = self._group.start(self.name, self._command, self._environment, self._log)
+
+    def wait_ready(self) -> None:
+        """Return when it answers."""
+        self._group.wait_ready(self.name, f"{self.url}/health", REPLICA_READY_TIMEOUT_S)
+
+    def kill(self) -> None:
+        """End all its processes as by ``kill -9``."""
+        os.killpg(self._pid, signal.SIGKILL)
+        self._group.stop(self.name, kill=True)
+
+    def sample(self, name: str, labels: str = "") -> float:
+        """Return the sum of a metric's samples that have some labels."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
+            text = response.read().decode()
+        pattern = _SAMPLE.format(name=name, labels=re.escape(labels))
+        return sum(map(float, re.findall(pattern, text, re.MULTILINE)))

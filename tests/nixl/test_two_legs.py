@@ -1,0 +1,146 @@
+"""Prefill on one stock vLLM, decode on another, by real NIXL. Decisions are scripted."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.nixl.server import NixlServer
+from bench.replica.text import real_text
+from bench.replica.tiers import wait_until
+from router.config.settings import ReplicaConfig
+from router.proxy.remote_prefill import RemotePrefill
+from router.record.records import Cause, Outcome
+from tests.nixl.conftest import LEASE_S
+from tests.nixl.routed import MODEL, routed
+
+pytestmark = pytest.mark.nixl
+Servers = dict[str, NixlServer]
+TOKENS = 3000
+USAGE = "kv_cache_usage_perc"
+
+
+def configs(servers: Servers) -> list[ReplicaConfig]:
+    return [each.config for each in servers.values()]
+
+
+def empty(servers: Servers) -> None:
+    """Have no server hold KV of any prompt."""
+    for each in servers.values():
+        each.empty_gpu()
+
+
+def until_free(server: NixlServer, within_s: float) -> None:
+    """Wait until no request holds KV there, and none is lent."""
+    wait_until(
+        f"{server.name}: all blocks are free", lambda: not server.sample(USAGE), timeout_s=within_s
+    )
+
+
+async def test_a_prompt_prefilled_elsewhere_gets_the_answer_that_it_gets_locally(
+    servers: Servers, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = real_text(TOKENS, seed=1)
+    async with routed(configs(servers), model_dir, monkeypatch) as made:
+        local, record = await made.ask(text)
+        assert record.first_leg is None and record.cached_tokens == 0
+        await asyncio.to_thread(empty, servers)
+        made.prefiller = "two"
+        computed = servers["one"].sample("prompt_tokens_by_source", 'source="local_compute"')
+        for streamed in (False, True):
+            remote, record = await made.ask(text, stream=streamed)
+            assert record.first_leg is not None and record.first_leg.replica_id == "two"
+            assert (record.replica_id, remote) == ("one", local)
+            assert not record.failed_tries
+        # What it pulled it holds: the second time nothing is pulled, and the lender is told.
+        left = servers["one"].sample("prompt_tokens_by_source", 'source="local_compute"')
+        assert left - computed < 300, "the decoder computed less than two blocks each time"
+        # In less time than a lease lasts.
+        await asyncio.to_thread(until_free, servers["two"], LEASE_S / 2)
+        await asyncio.to_thread(until_free, servers["one"], LEASE_S / 2)
+
+
+async def test_a_long_prompt_does_not_stop_running_answers(
+    servers: Servers, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers that run beside it are the same as those that run alone."""
+    short, long = (real_text(tokens, seed=2) for tokens in (200, 7000))
+    async with routed(configs(servers), model_dir, monkeypatch) as made:
+        alone, _ = await made.ask(short, 200)
+        local, _ = await made.ask(long)
+        await asyncio.to_thread(empty, servers)
+        running = asyncio.create_task(made.ask(short, 200, stream=True))
+        await asyncio.sleep(0.2)
+        made.prefiller = "two"
+        body = {"model": MODEL, "prompt": long, "max_tokens": 16, "temperature": 0}
+        async with made.client.post(f"{made.router.url}/v1/completions", json=body) as response:
+            assert response.headers["x-warmroute-prefiller"] == "two"
+            assert (await response.json())["choices"][0]["text"] == local
+        said, record = await running
+        assert said == alone and record.replica_id == "one"
+
+
+async def test_a_session_that_leaves_its_home_takes_its_kv_along(
+    servers: Servers, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its second turn is answered elsewhere; the home computes only the new part."""
+    text = real_text(TOKENS, seed=3)
+    async with routed(configs(servers), model_dir, monkeypatch) as made:
+        said, _ = await made.ask(text, 64)
+        turn = text + said + " And then?"
+        expected, _ = await made.ask(turn)
+        made.decoder, made.prefiller = "two", "one"
+        moved, record = await made.ask(turn)
+        assert (moved, record.replica_id) == (expected, "two")
+        assert record.first_leg is not None and record.cached_tokens is not None
+        assert record.cached_tokens > 0.9 * TOKENS, "the home had it"
+
+
+async def test_kv_that_nobody_pulls_is_freed_when_its_lease_ends(
+    servers: Servers, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client leaves between the legs."""
+    left = asyncio.Event()
+    async with routed(configs(servers), model_dir, monkeypatch) as made:
+        made.prefiller = "two"
+        prefill = RemotePrefill._prefill
+
+        async def stops(self: RemotePrefill, leg: Any) -> Any:
+            await prefill(self, leg)
+            left.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(RemotePrefill, "_prefill", stops)
+        asked = asyncio.create_task(made.ask(real_text(TOKENS, seed=4)))
+        await left.wait()
+        assert servers["two"].sample(USAGE)
+        asked.cancel()
+        record = await made.router.record()
+        assert record.outcome is Outcome.CLIENT_GONE and not made.router.in_flight()
+        await asyncio.to_thread(until_free, servers["two"], 3 * LEASE_S)
+
+
+async def test_a_prefiller_that_is_killed_before_the_pull_costs_no_answer(
+    servers: Servers, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM answers 500; the same replica then computes the prompt itself."""
+    text = real_text(TOKENS, seed=5)
+    async with routed(configs(servers), model_dir, monkeypatch) as made:
+        local, _ = await made.ask(text)
+        await asyncio.to_thread(empty, servers)
+        made.prefiller = "two"
+        prefill = RemotePrefill._prefill
+
+        async def kills(self: RemotePrefill, leg: Any) -> Any:
+            lent = await prefill(self, leg)
+            await asyncio.to_thread(servers["two"].kill)
+            return lent
+
+        monkeypatch.setattr(RemotePrefill, "_prefill", kills)
+        said, record = await made.ask(text)
+        assert (said, record.replica_id) == (local, "one")
+        assert [(each.replica_id, each.cause) for each in record.failed_tries] == [
+            ("one", Cause.PULL)
+        ]
+        assert not made.router.in_flight()
