@@ -9,11 +9,14 @@ import pytest
 from bench.nixl.server import NixlServer
 from bench.replica.text import real_text
 from bench.replica.tiers import wait_until
-from router.config.settings import ReplicaConfig
+from router.config.settings import ReplicaConfig, RouterConfig
+from router.doctor.examination import examine
+from router.doctor.findings import Level
 from router.proxy.remote_prefill import RemotePrefill
 from router.record.records import Cause, Outcome
 from tests.nixl.conftest import LEASE_S
 from tests.nixl.routed import MODEL, routed
+from tests.router.doctor.replicas import found
 
 pytestmark = pytest.mark.nixl
 Servers = dict[str, NixlServer]
@@ -36,6 +39,17 @@ def until_free(server: NixlServer, within_s: float) -> None:
     wait_until(
         f"{server.name}: all blocks are free", lambda: not server.sample(USAGE), timeout_s=within_s
     )
+
+
+async def test_the_doctor_finds_nixl_connector(servers: Servers) -> None:
+    """Each server prefills a short prompt, whose blocks are freed when the lease ends."""
+    config = RouterConfig(port=0, replicas=tuple(configs(servers)))
+    report = await examine(config, source="router.yaml", probe=True)
+    well = found(report, Level.OK)
+    assert all("NixlConnector runs" in well[name, "nixl"] for name in servers)
+    assert not any(check.startswith("nixl") for _, check in found(report))
+    for each in servers.values():
+        await asyncio.to_thread(until_free, each, 3 * LEASE_S)
 
 
 async def test_a_prompt_prefilled_elsewhere_gets_the_answer_that_it_gets_locally(
