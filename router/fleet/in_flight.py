@@ -254,7 +254,7 @@ class Ticket:
                 # concurrent prefills, and slow fleets were learned as four times slower.
                 # KV events come up to a step early: short prompts would seem to take no time.
                 ttft_s = now_s - self.started_s
-            self._note_answer(now_s)
+            self._note_answer(now_s, output_tokens)
             # With as many cached tokens it held all the same: vLLM computes the last block.
             most_cached = (len(self._blocks) - 1) * self._block_tokens
             if cached_tokens is None or cached_tokens < most_cached:
@@ -352,8 +352,13 @@ class Ticket:
         self._index.withdraw(self._speculative)
         self._index.believe(replica.slot, self._new_keys, now_s + self._history_ttl_s)
 
-    def _note_answer(self, now_s: float) -> None:
-        """Note how long the answer took after its prefill, if the end of the prefill is known."""
+    def _note_answer(self, now_s: float, output_tokens: int | None) -> None:
+        """Note how long the answer took after its prefill, if the end of the prefill is known.
+
+        An answer of one token says nothing about it, such as that of a first leg.
+        """
+        if output_tokens == 1:
+            return
         if self._ttft_s is not None:
             self.replica.note_answer(now_s - self.started_s - self._ttft_s)
         elif self._stored_s is not None:
