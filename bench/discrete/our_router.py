@@ -246,7 +246,7 @@ class OurRouter:
         lender = self._replicas[leg.replica.slot]
         serving = lender.submit(sent.prompt, 1, lambda _: None, lends=True)
         await serving.done
-        leg.first_byte(self._loop.time(), streamed=False)
+        leg.first_byte(self._loop.time())
         cached_tokens = serving.request.cached.total
         leg.finish(self._loop.time(), ok=True, cached_tokens=cached_tokens, output_tokens=1)
         self._admission.wake()

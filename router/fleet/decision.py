@@ -283,7 +283,10 @@ class Decision:
         )
 
     def first_leg(self) -> "Decision | None":
-        """Return the decision for the prefill at another replica; None if there is none."""
+        """Return the decision for the prefill at another replica; None if there is none.
+
+        Its end is seen, as that of a stream is: its answer is one token.
+        """
         picked, prefiller = self.picked, self.picked.prefiller
         if prefiller is None:
             return None
@@ -303,5 +306,4 @@ class Decision:
             ),
             reason=self.reason,
             prompt_tokens=self.prompt_tokens,
-            streamed=False,
         )

@@ -358,7 +358,12 @@ class Ticket:
         self._index.believe(replica.slot, self._new_keys, now_s + self._history_ttl_s)
 
     def _note_answer(self, now_s: float, output_tokens: int | None) -> None:
-        """Note how long the answer took after its prefill, if the end of the prefill is known."""
+        """Note how long the answer took after its prefill, if the end of the prefill is known.
+
+        An answer of one token says nothing about it, such as that of a first leg.
+        """
+        if output_tokens == 1:
+            return
         if self._ttft_s is not None:
             answer_s = now_s - self.started_s - self._ttft_s
             self.replica.note_answer(answer_s)

@@ -336,7 +336,7 @@ class RequestLifecycle:
 
     def prefilled(self, first_leg: Ticket, usage: Usage) -> None:
         """Note that a replica has prefilled a prompt for another one, and release its ticket."""
-        first_leg.first_byte(time.monotonic(), streamed=False)
+        first_leg.first_byte(time.monotonic())
         first_leg.replica.resume_nixl(works=True)
         self._note_result(first_leg, ok=True)
         self.release(first_leg, ok=True, usage=usage)

@@ -12,6 +12,7 @@ from router.config.settings import PolicyName, RatesConfig
 from router.fleet.cost_model import CostPart
 from router.fleet.decision import Candidate, Decision
 from router.fleet.fleet import Fleet
+from router.fleet.in_flight import Phase
 from router.index.prompt_keys import KvTier, PromptKeyCache
 from router.scheduling.admission import AdmissionQueue, Admitted
 from router.scheduling.request_scheduler import PlacementRequest, RequestScheduler
@@ -176,6 +177,21 @@ def test_both_replicas_count_the_request_and_kv_that_will_come_takes_memory() ->
     assert (first.waiting, second.waiting, second.incoming_tokens) == (0, 1, 0)
     ticket.finish(8.0, ok=False)
     assert (first.in_flight, second.waiting, second.incoming_tokens) == (0, 0, 0)
+
+
+def test_a_first_leg_takes_its_replicas_time_until_it_is_seen_to_end() -> None:
+    """However much later than predicted: the next prompt would wait there meanwhile."""
+    fleet = make_fleet()
+    leg = fleet.start(split(fleet), 0.0).first_leg
+    assert leg is not None
+    fleet.tick(9.0)
+    queue = fleet.replicas["r0"].queue
+    assert leg.phase is Phase.PREFILLING
+    fleet.replicas["r0"].note_answer(30.0)
+    leg.first_byte(12.0)
+    leg.finish(12.0, ok=True, output_tokens=1)
+    assert queue.wait_s(12.0) == 0.0
+    assert fleet.replicas["r0"].answers == 1, "one token says nothing of how long answers take"
 
 
 def test_a_request_given_up_during_its_first_leg_is_released_at_both_replicas() -> None:
