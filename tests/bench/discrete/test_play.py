@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.discrete.contenders import CONTENDERS, OURS, SHARED_CACHE, play
+from bench.discrete.contenders import CONTENDERS, OURS, SHARED_CACHE, SPLITS, play
 from bench.discrete.play import Contender, FleetOptions, StoppableRouter, play_with
 from bench.discrete.replica import Fault, ModelReplica
 from bench.discrete.requests import Sent
@@ -196,7 +196,8 @@ def test_a_client_does_not_repeat_what_is_wrong() -> None:
 @pytest.mark.parametrize("name", CONTENDERS)
 def test_each_contender_answers_all_of_a_small_workload(name: str) -> None:
     given = [*sessions(6), Session(0.5, (Turn((Span(900, 120),), 10),))]
-    records = play(name, given, BUSY).records
+    options = replace(BUSY, replicas=8) if name in SPLITS else BUSY
+    records = play(name, given, options).records
     assert [each.number for each in records] == list(range(19))
     for each in records:
         assert each.ok, each.error
