@@ -198,7 +198,7 @@ def test_remote_prefills_keep_answers_fast_and_leave_nothing_lent() -> None:
         times = sorted(each.per_token_s or inf for each in run.records)
         return times[len(times) * 9 // 10], run.counts["remote_prefills"]
 
-    alone_s, none = slow_answer_s(Settings())
-    split_s, some = slow_answer_s(Settings(splits=True))
+    alone_s, none = slow_answer_s(Settings(sections={"first_token_weight": 2.0}))
+    split_s, some = slow_answer_s(Settings(sections={"first_token_weight": 2.0}, splits=True))
     assert (none, some > 30) == (0, True)
-    assert split_s < 0.95 * alone_s
+    assert split_s < 0.7 * alone_s
