@@ -181,7 +181,7 @@ def test_remote_prefills_keep_answers_fast_and_leave_nothing_lent() -> None:
     machine = Machine(cpu_tokens=40_000, shape=Shape(gpu_tokens=400_000), rates=rates)
     fleet = replace(FLEET, replicas=4, machine=machine)
 
-    def usual_answer_s(settings: Settings) -> tuple[float, float]:
+    def slow_answer_s(settings: Settings) -> tuple[float, float]:
         kept: list[ModelReplica] = []
         ours = Kept(settings)
 
@@ -196,9 +196,9 @@ def test_remote_prefills_keep_answers_fast_and_leave_nothing_lent() -> None:
             each.model.check()
             assert not each.model.lent
         times = sorted(each.per_token_s or inf for each in run.records)
-        return times[len(times) // 2], run.counts["remote_prefills"]
+        return times[len(times) * 9 // 10], run.counts["remote_prefills"]
 
-    alone_s, none = usual_answer_s(Settings())
-    split_s, some = usual_answer_s(Settings(splits=True))
+    alone_s, none = slow_answer_s(Settings(sections={"first_token_weight": 2.0}))
+    split_s, some = slow_answer_s(Settings(sections={"first_token_weight": 2.0}, splits=True))
     assert (none, some > 30) == (0, True)
-    assert split_s < 0.9 * alone_s
+    assert split_s < 0.7 * alone_s
