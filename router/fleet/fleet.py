@@ -16,7 +16,8 @@ from router.fleet.cost_model import RecentWork
 from router.fleet.decision import Decision
 from router.fleet.in_flight import PrefillTracker, Ticket
 from router.fleet.output_lengths import OutputLengths
-from router.fleet.replica import Replica, Replicas, ReplicaState, Signal
+from router.fleet.replica import Replica, ReplicaState, Signal
+from router.fleet.replicas import Replicas
 from router.fleet.sessions import Sessions
 from router.index.kv_events import (
     BlocksRemoved,

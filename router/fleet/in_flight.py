@@ -17,7 +17,7 @@ from typing import Final
 from router.config.cost_weights import CostWeights
 from router.fleet.cost_model import CostPart
 from router.fleet.decision import Decision
-from router.fleet.replica import Replicas
+from router.fleet.replicas import Replicas
 from router.fleet.sessions import Sessions
 from router.index.prefix_index import PrefixIndex, SpeculativeEntry
 
