@@ -59,7 +59,8 @@ async def test_they_agree_on_every_turn_of_every_session(
 ) -> None:
     shared: dict[str, Any] = {"replicas": replicas, "policy": "ttft", "shares_replicas": True}
     # A busy machine slows the replicas: one that is not measured yet must not look faster.
-    shared["rates"] = RatesConfig(prefill_tokens_per_s=500.0)
+    # A copy takes as long as one of a real model's KV: a token has 1 byte here, not 100 KB.
+    shared["rates"] = RatesConfig(prefill_tokens_per_s=500.0, peer_bytes_per_s=10_000.0)
     doors: list[Running] = [
         *[
             await run_router(gateway.stack, gateway.config(**shared, picker=None, port=0))
