@@ -134,9 +134,9 @@ class EngineConfig:
     disk_direct_io: bool = setting(True, parse=parse_bool)
     """Read and write files with O_DIRECT, bypassing the page cache. Without it Linux keeps copies
     of them in memory that it does not need."""
-    disk_read_threads: int = setting(8, parse=parse_int(minimum=1, maximum=256))
+    disk_read_threads: int = setting(4, parse=parse_int(minimum=1, maximum=256))
     """Threads that read from each path of the disk tier, at most 256."""
-    disk_write_threads: int = setting(8, parse=parse_int(minimum=1, maximum=256))
+    disk_write_threads: int = setting(4, parse=parse_int(minimum=1, maximum=256))
     """Threads that write to each path of the disk tier, at most 256."""
     put_queue_share: float = setting(0.5, parse=parse_share)
     """Share of the CPU pool that may wait to be written to disk and remote store. Beyond it chunks
