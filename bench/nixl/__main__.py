@@ -29,7 +29,7 @@ import orjson
 from bench.command import origin, positive, work_directory, write_report
 from bench.environments import NotInstalledError
 from bench.nixl.environment import install
-from bench.nixl.server import NixlServer
+from bench.nixl.server import NixlServer, started_pair
 from bench.replica.model import make_model
 from bench.replica.text import real_text
 from bench.ttft import BenchError
@@ -64,7 +64,7 @@ class Sample:
 
     kind: str
     tpot_mean_s: float
-    """Of the running answers, while the long prompt was under way."""
+    """The running answers' mean, while the long prompt was under way."""
     longest_gap_s: float
     long_ttft_s: float
     equal_answers: int
@@ -191,27 +191,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = origin("bench.nixl", given, arguments.json)
         with work_directory(None) as directory, ProcessGroup() as group:
             model = make_model(directory / "model")
-            servers = [
-                NixlServer(
-                    group,
-                    name,
-                    nixl=nixl,
-                    python=sys.executable,
-                    model=model,
-                    served_name=_MODEL,
-                    directory=directory,
-                    index=index,
-                    of=2,
-                    max_model_tokens=16_384,
-                    lease_s=_LEASE_S,
-                )
-                for index, name in enumerate(("one", "two"))
-            ]
-            for each in servers:
-                each.start()
-            for each in servers:
-                each.wait_ready()
-            samples = asyncio.run(run(servers, arguments))
+            servers = started_pair(
+                group,
+                nixl=nixl,
+                model=model,
+                served_name=_MODEL,
+                directory=directory,
+                max_model_tokens=16_384,
+                lease_s=_LEASE_S,
+            )
+            samples = asyncio.run(run([*servers.values()], arguments))
     except (BenchError, NotInstalledError) as error:
         print(f"bench.nixl: {error}", file=sys.stderr)
         return 1

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import sys
 import urllib.request
 from pathlib import Path
 from typing import Final
@@ -94,3 +95,37 @@ class NixlServer(Vllm):
             text = response.read().decode()
         pattern = _SAMPLE.format(name=name, labels=re.escape(labels))
         return sum(map(float, re.findall(pattern, text, re.MULTILINE)))
+
+
+def started_pair(
+    group: ProcessGroup,
+    *,
+    nixl: Path,
+    model: Path,
+    served_name: str,
+    directory: Path,
+    max_model_tokens: int,
+    lease_s: int,
+) -> dict[str, NixlServer]:
+    """Return two servers that answer, ``one`` and ``two``, which pull from each other."""
+    made = {
+        name: NixlServer(
+            group,
+            name,
+            nixl=nixl,
+            python=sys.executable,
+            model=model,
+            served_name=served_name,
+            directory=directory,
+            index=index,
+            of=2,
+            max_model_tokens=max_model_tokens,
+            lease_s=lease_s,
+        )
+        for index, name in enumerate(("one", "two"))
+    }
+    for each in made.values():
+        each.start()
+    for each in made.values():
+        each.wait_ready()
+    return made

@@ -90,7 +90,7 @@ class Case:
     bound_s: float
     """Of TTFT, for goodput."""
     tpot_bound_s: float = 0.05
-    """Of the time per output token, for the share of requests that meet both bounds."""
+    """Longest time per output token of a request that meets both bounds."""
     decode: Decode = "flat"
     network_gbit_s: float | None = None
     """Over which replicas pull KV from each other's GPUs; None: the model's default."""
@@ -142,7 +142,7 @@ ANSWERS: Final = ("ours-without-answer-seconds", "ours-with-remote-prefill")
 
 
 def is_split(contender: str) -> bool:
-    """Whether a contender has fixed roles: so many replicas prefill, the others decode."""
+    """Whether a contender has fixed roles: a number of replicas prefill, the others decode."""
     return "+" in contender
 
 

@@ -68,7 +68,7 @@ TTFT_BOUND_S: Final = {
 }
 """Of goodput: a request that waits longer is not served in time."""
 TPOT_BOUND_S: Final = {"agents": 0.03}
-"""Of the share of requests that meet both bounds, where it is not a case's default."""
+"""Longest time per output token of a request that meets both bounds, if not a case's default."""
 
 LOADS: Final = (0.5, 0.8, 0.95)
 """Prefill that one infinite cache for all would leave, over what the fleet prefills."""

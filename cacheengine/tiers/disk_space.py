@@ -105,7 +105,7 @@ class DiskSpace:
             self._shrink_others()
 
     def held(self) -> tuple[set[bytes], bool]:
-        """Return the chunks that are counted, and whether there are no other files of ours."""
+        """Return the chunks that are counted, and whether all files of ours are theirs."""
         with self._lock:
             return {*self._held}, not (self._stuck or self._has_lost_some or self._spares)
 

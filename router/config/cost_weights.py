@@ -54,8 +54,8 @@ class CostWeights:
     max_sources: int = 2
     """Replicas per kind that KV may be copied from: the ones with the longest matches."""
     max_prefillers: int = 3
-    """Replicas that each candidate may have prefill the prompt: those that do it with the lowest
-    cost. Bounds the pairs that are scored."""
+    """Replicas that each candidate may have prefill the prompt: the cheapest ones. Bounds the pairs
+    that are scored."""
     alike_share: float = 0.1
     """Share. Requests whose predicted work differs by less may have equal prompts."""
     least_telling_copy_tokens: int = 1024

@@ -23,6 +23,8 @@ PreCachingHash = Literal[
 LogLevel = Literal["debug", "info", "warning", "error"]
 Scheme = Literal["http", "https"]
 NixlRole = Literal["both", "prefill", "decode"]
+PREFILLING_ROLES: Final = ("both", "prefill")
+DECODING_ROLES: Final = ("both", "decode")
 
 
 # --- replicas

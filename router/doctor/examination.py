@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 import aiohttp
 
 from router.config.credentials import client_context, load_fleet_secret
-from router.config.settings import RouterConfig
+from router.config.settings import DECODING_ROLES, PREFILLING_ROLES, RouterConfig
 from router.doctor.event_checks import check_events
 from router.doctor.findings import Report, Section
 from router.doctor.http_probe import ProbeError, get
@@ -284,8 +284,8 @@ def _check_lmcache_workers(config: RouterConfig, section: Section) -> None:
 def _check_nixl_pairs(seen: Sequence[Examined], section: Section) -> None:
     """Check that each replica with a ``nixl_role`` has another one for the other side."""
     models = {each.name: {*each.models, *each.roots} for each in seen}
-    prefill = {each.name for each in seen if each.config.nixl_role in ("both", "prefill")}
-    decode = {each.name for each in seen if each.config.nixl_role in ("both", "decode")}
+    prefill = {each.name for each in seen if each.config.nixl_role in PREFILLING_ROLES}
+    decode = {each.name for each in seen if each.config.nixl_role in DECODING_ROLES}
     for names, others, does, other in (
         (prefill, decode, "prefill for", "decode"),
         (decode, prefill, "decode for", "prefill"),

@@ -273,10 +273,6 @@ class Fleet:
             self._contexts[model] = found
         return found
 
-    def pause_nixl(self, replica_id: str, now_s: float) -> float | None:
-        """Pause a replica's remote prefills, since one failed: see `Replica.pause_nixl`."""
-        return self.replicas[replica_id].pause_nixl(now_s)
-
     def match_by_text(self, replica_ids: Collection[str]) -> None:
         """Match prompts by text at these replicas only, where tokens differ from the router's."""
         differing = {self.replicas[each].slot for each in replica_ids}

@@ -367,7 +367,7 @@ class Replica:
         self.queue.set_answer_s(self._answer_s)
 
     def note_output_tokens(self, tokens: int, seconds: float, now_s: float) -> None:
-        """Note that an answer took so long for the tokens after its first one.
+        """Note how long an answer took for the tokens after its first one.
 
         The rate is that of an answer which runs alone: so a replica that computes much, or writes
         many answers, counts as slow only while it does, whatever its last answers took.
@@ -375,14 +375,14 @@ class Replica:
         self.rates.note_output_tokens(tokens, seconds / self._slowed(now_s))
 
     def report_output_tokens(self, tokens_per_s: float, tokens: float, now_s: float) -> None:
-        """Note how fast answers were written lately, as its server says.
+        """Note how fast answers were written recently, as its server says.
 
         ``tokens`` is how many it has computed since its start.
         """
         self.rates.report_output_tokens(tokens_per_s * self._slowed(now_s), tokens)
 
     def _slowed(self, now_s: float) -> float:
-        """Return how many times as long an answer takes there as one that runs alone."""
+        """Return the factor by which an answer takes longer there than one that runs alone."""
         share = min(self.weights.most_prefill_share, self.recent.share(now_s))
         longer = 1.0 + self.context_tokens / self.weights.doubling_tokens
         return longer / (1.0 - share)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import unquote
 
+from router.config.settings import DECODING_ROLES
 from router.fleet.decision import Decision, Reason
 from router.fleet.in_flight import Ticket
 from router.fleet.replica import Replica
@@ -159,7 +160,7 @@ class Exchange:
             for each in decision.candidates
             if each is not picked and each.replica.config.api_key == api_key
             # The header is the same for all of them.
-            if prefiller is None or each.replica.nixl_role in ("both", "decode")
+            if prefiller is None or each.replica.nixl_role in DECODING_ROLES
             if each.replica is not prefiller
             if decision.reason is not Reason.BOUND
         ]

@@ -21,6 +21,7 @@ from typing import Final
 import msgspec
 from multidict import CIMultiDict, CIMultiDictProxy
 
+from router.config.settings import DECODING_ROLES
 from router.fleet.in_flight import Ticket
 from router.fleet.replica import Replica
 from router.policy import ParsedRequest
@@ -133,7 +134,7 @@ class RemotePrefill:
         if failure.cause is not Cause.ERROR:
             return failure.cause
         self._failed = _MOST_FAILED
-        self._lifecycle.fleet.pause_nixl(ticket.replica.id, time.monotonic())
+        ticket.replica.pause_nixl(time.monotonic())
         return Cause.PULL
 
     def _still_lent(self, replica: Replica) -> _Lent | None:
@@ -141,7 +142,7 @@ class RemotePrefill:
         lent, self._lent = self._lent, None
         if lent is None or time.monotonic() - lent.since_s > _LEASE_S:
             return None
-        can_pull = replica.nixl_role in ("both", "decode")
+        can_pull = replica.nixl_role in DECODING_ROLES
         return lent if can_pull and self._is_pair(lent.prefiller, replica) else None
 
     def _is_pair(self, prefiller: Replica, replica: Replica) -> bool:
@@ -240,7 +241,7 @@ class RemotePrefill:
         )
 
     def _lends_nothing(self, replica: Replica) -> None:
-        if (pause_s := self._lifecycle.fleet.pause_nixl(replica.id, time.monotonic())) is not None:
+        if (pause_s := replica.pause_nixl(time.monotonic())) is not None:
             log.warning(
                 "%s has nixl_role '%s', but its answers have no kv_transfer_params: start its vLLM "
                 "with NixlConnector, or remove nixl_role; it prefills for no other replica for "

@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 import xxhash
 
 from router.config.cost_weights import CostWeights
-from router.config.settings import PolicyName
+from router.config.settings import DECODING_ROLES, PREFILLING_ROLES, PolicyName
 from router.fleet.cost_model import CostPart, Work
 from router.fleet.decision import Candidate, Decision, KvCopy, Reason
 from router.fleet.fleet import Fleet
@@ -38,10 +38,6 @@ from warmroute_common.api_errors import NoReplicaError, UnknownModelError
 
 _MAX_VIEWS: Final = 256
 """Views kept: clients choose models' names if replicas do not report theirs; gateways, subsets."""
-
-_PREFILLING: Final = ("both", "prefill")
-_DECODING: Final = ("both", "decode")
-"""Values of `Replica.nixl_role`."""
 
 _Asked: TypeAlias = tuple[str | None, frozenset[str], str | None, frozenset[str] | None]
 """A model, excluded replicas, the one that a request is bound to, and those it may go to."""
@@ -444,7 +440,7 @@ def _split(
     weights: CostWeights,
 ) -> tuple[Candidate, ...]:
     """Return the candidates, each with another replica's prefill where that has a lower score."""
-    able = [each.replica for each in candidates if each.replica.nixl_role in _PREFILLING]
+    able = [each.replica for each in candidates if each.replica.nixl_role in PREFILLING_ROLES]
     if not able:
         return tuple(candidates)
     firsts = scorer.prefillers(
@@ -453,7 +449,7 @@ def _split(
     best = []
     for own in candidates:
         options = [own]
-        for first in firsts if own.replica.nixl_role in _DECODING else ():
+        for first in firsts if own.replica.nixl_role in DECODING_ROLES else ():
             if (split := scorer.with_prefiller(own, first)) is not None:
                 split.beyond_home_s = max(0.0, split.work_s - home_work_s)
                 options.append(split)

@@ -1,13 +1,12 @@
 """Two stock vLLM servers with NixlConnector, started once: that takes most of the time."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from bench.nixl.environment import path
-from bench.nixl.server import NixlServer
+from bench.nixl.server import NixlServer, started_pair
 from bench.replica.model import make_model
 from router.launch.processes import ProcessGroup
 from tests.nixl.routed import MODEL
@@ -30,24 +29,12 @@ def servers(
         pytest.skip("NIXL is not there: make test-nixl installs it")
     directory = tmp_path_factory.mktemp("nixl")
     with ProcessGroup() as group:
-        made = {
-            name: NixlServer(
-                group,
-                name,
-                nixl=nixl,
-                python=sys.executable,
-                model=model_dir,
-                served_name=MODEL,
-                directory=directory,
-                index=index,
-                of=2,
-                max_model_tokens=MAX_MODEL_TOKENS,
-                lease_s=LEASE_S,
-            )
-            for index, name in enumerate(("one", "two"))
-        }
-        for each in made.values():
-            each.start()
-        for each in made.values():
-            each.wait_ready()
-        yield made
+        yield started_pair(
+            group,
+            nixl=nixl,
+            model=model_dir,
+            served_name=MODEL,
+            directory=directory,
+            max_model_tokens=MAX_MODEL_TOKENS,
+            lease_s=LEASE_S,
+        )

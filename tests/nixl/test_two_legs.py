@@ -78,7 +78,7 @@ async def test_a_prompt_prefilled_elsewhere_gets_the_answer_that_it_gets_locally
 async def test_a_long_prompt_does_not_stop_running_answers(
     servers: Servers, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Answers that run beside it are the same as those that run alone."""
+    """Answers that run at the same time are the same as answers that run alone."""
     short, long = (real_text(tokens, seed=2) for tokens in (200, 7000))
     async with routed(configs(servers), model_dir, monkeypatch) as made:
         alone, _ = await made.ask(short, 200)

@@ -32,7 +32,7 @@ class FixedSplit:
         self._matched = matched
         self._non_cached_tokens = non_cached_tokens
         self._lacking_tokens = 0
-        """Of the last pick."""
+        """Tokens of the last pick's prompt that its replica lacks."""
 
     def pick(self, asked: Asked, healthy: Sequence[int], now_s: float) -> int:
         """Send a request to a replica that decodes, or to any where none is healthy."""

@@ -52,7 +52,7 @@ def test_the_command_loads_our_spec_and_publishes_events() -> None:
 
 
 def test_nixl_connector_comes_before_ours() -> None:
-    """What another replica lends is pulled; what is here is not."""
+    """KV that another replica lends is pulled; KV of this replica is not."""
     alone, both = (
         option(
             vllm_arguments([], chunk_tokens=512, kv_events_port=1, kv_replay_port=2, nixl=nixl),

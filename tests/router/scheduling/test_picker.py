@@ -123,7 +123,7 @@ def test_a_long_answer_goes_where_it_is_written_fast() -> None:
 
 
 def test_a_long_context_goes_where_few_answers_read_their_own() -> None:
-    """Each step reads the KV of all answers: a long context delays those that run at each token."""
+    """Each step reads the KV of all answers: a long context delays all of them."""
     crowded = candidate("crowded", output_tokens=800, prefill_s=0.1)
     free = candidate("free", queue_s=2.0, output_tokens=800, prefill_s=0.1)
     free.work = Work(new_tokens=1_000, matched_tokens=49_000)
