@@ -128,6 +128,11 @@ class Candidate:
         """The replica that computes the prompt."""
         return self.prefiller.replica if self.prefiller else self.replica
 
+    @property
+    def begins_in_s(self) -> float:
+        """Seconds until that replica begins with the prompt."""
+        return self.prefiller.cost.queue_s if self.prefiller else self.cost.queue_s
+
     def slowed_s(self, weights: CostWeights) -> float:
         """Return by how long running answers are delayed, in total.
 

@@ -7,6 +7,7 @@ changed. It does no I/O and reads no clock. Feeds, health checks and the proxy r
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from types import MappingProxyType
 from typing import Final
 
@@ -66,6 +67,10 @@ class Fleet:
         self.prefills = PrefillTracker()
         self.started = 0
         """Requests ever started."""
+        self.awake_s = -inf
+        """The last `tick` but one. What is read from a socket now had not arrived before, however
+        long the process has stood still since: the last tick may have come just now, too."""
+        self._ticked_s = -inf
         self._recent = RecentWork(self.weights)
         self._unanswered: set[Ticket] = set()
         self._contexts: dict[str, Sequence[tuple[int, str]]] = {}
@@ -104,6 +109,7 @@ class Fleet:
 
     def tick(self, now_s: float) -> None:
         """Apply what has become due; to be called about once a second."""
+        self.awake_s, self._ticked_s = self._ticked_s, now_s
         self.prefills.pass_time(now_s)
         overdue = {each.replica for each in self._unanswered if each.is_overdue(now_s)}
         for replica in self.replicas.values():

@@ -7,8 +7,9 @@ until its lease ends.
 
 A prefiller does not notice that the KV it lends was lent twice, and the one that pulls does not
 notice that a lease has ended: it would decode from other prompts' KV. So parameters are sent to one
-replica only, unless none has received them, and not after `_LEASE_S`. After any other failure the
-prompt is prefilled again, which costs little where its KV still is.
+replica only, unless none has received them, and not after `_LEASE_S`, even if the router itself
+stood still meanwhile. After any other failure the prompt is prefilled again, which costs little
+where its KV still is.
 """
 
 import asyncio
@@ -71,6 +72,7 @@ class _Lent:
     params: msgspec.Raw
     prefiller: Replica
     since_s: float
+    """At the earliest."""
     leg: FirstLeg
 
 
@@ -112,7 +114,8 @@ class RemotePrefill:
         lent = self._still_lent(ticket.replica)
         if leg is not None:
             if lent is None and self._is_pair(leg.replica, ticket.replica):
-                lent = await self._prefill(leg)
+                self._lent = await self._prefill(leg)
+                lent = self._still_lent(ticket.replica)
             else:
                 self._lifecycle.release(leg)
         if lent is None:
@@ -166,7 +169,7 @@ class RemotePrefill:
         return _Lent(
             params=answer.kv_transfer_params,
             prefiller=leg.replica,
-            since_s=now_s,
+            since_s=max(began_s, self._lifecycle.fleet.awake_s),
             leg=FirstLeg(
                 replica_id=leg.replica.id,
                 seconds=now_s - began_s,

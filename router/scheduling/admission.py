@@ -278,7 +278,7 @@ class AdmissionQueue:
 
 def _least_wait_s(decision: Decision) -> float:
     """Return how long a newcomer waits, here and at its replica, until one begins with it."""
-    return min(each.cost.queue_s for each in decision.candidates)
+    return min(each.begins_in_s for each in decision.candidates)
 
 
 def _never_in_time(wait_s: float, permitted_s: float) -> RateLimitedError:

@@ -397,13 +397,19 @@ class RequestScheduler:
         home_work_s = inf if at_home is None else at_home.work_s
         for each in candidates:
             each.beyond_home_s = max(0.0, each.work_s - home_work_s)
+        begin_in_s = request.begin_by_s - now_s
         if request.may_split and config.policy == "ttft":
-            candidates = _split(candidates, scorer, matches, home_work_s, weights)
+            candidates = _split(
+                candidates,
+                scorer,
+                matches,
+                home_work_s=home_work_s,
+                begin_in_s=begin_in_s,
+                weights=weights,
+            )
         if foreseen is None:
             # A replica where it disturbs nobody is of no use if it begins too late.
-            in_time = [
-                each for each in candidates if now_s + each.cost.queue_s <= request.begin_by_s
-            ]
+            in_time = [each for each in candidates if each.begins_in_s <= begin_in_s]
             picked, reason = pick(config.policy, in_time or candidates, context)
         else:
             replica, reason = foreseen
@@ -436,10 +442,15 @@ def _split(
     candidates: Sequence[Candidate],
     scorer: Scorer,
     matches: PrefixMatches,
+    *,
     home_work_s: float,
+    begin_in_s: float,
     weights: CostWeights,
 ) -> tuple[Candidate, ...]:
-    """Return the candidates, each with another replica's prefill where that has a lower score."""
+    """Return the candidates, each with another replica's prefill where that has a lower score.
+
+    What begins within ``begin_in_s`` goes before what does not.
+    """
     able = [each.replica for each in candidates if each.replica.nixl_role in PREFILLING_ROLES]
     if not able:
         return tuple(candidates)
@@ -453,7 +464,8 @@ def _split(
             if (split := scorer.with_prefiller(own, first)) is not None:
                 split.beyond_home_s = max(0.0, split.work_s - home_work_s)
                 options.append(split)
-        best.append(min(options, key=lambda each: each.score_s(weights)))
+        in_time = [each for each in options if each.begins_in_s <= begin_in_s]
+        best.append(min(in_time or options, key=lambda each: each.score_s(weights)))
     return tuple(best)
 
 

@@ -4,6 +4,7 @@ scripted: which replica prefills for which request."""
 import asyncio
 import json
 import random
+import time
 from collections import Counter
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -22,6 +23,8 @@ from router.config.settings import (
 from router.fleet.decision import Decision
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica, ReplicaState
+from router.proxy.remote_prefill import RemotePrefill
+from router.proxy.upstream import ReplicaAnswer
 from router.record.records import Cause, RequestRecord
 from simulator.openai_prompts import text_of
 from tests.router.conftest import Running, Wait, eventually, run_router  # noqa: F401
@@ -132,6 +135,35 @@ async def test_a_replica_that_refuses_the_second_leg_ends_the_loan(
         assert status == 500
 
 
+async def test_a_router_that_stood_still_lets_nobody_pull(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease ends while the first leg's answer lies in the router's socket."""
+    monkeypatch.setattr("router.proxy.remote_prefill._LEASE_S", 0.5)
+    monkeypatch.setattr("router.app._TICK_S", 0.05)
+    read = RemotePrefill._read
+
+    async def stands_still(legs: RemotePrefill, answer: ReplicaAnswer) -> bytes:
+        time.sleep(1.2)  # noqa: ASYNC251  (the whole process stands still)
+        return await read(legs, answer)
+
+    monkeypatch.setattr(RemotePrefill, "_read", stands_still)
+    async with AsyncExitStack() as stack:
+        fleet = await stack.enter_async_context(nixl_fleet(tmp_path, 2, speed=20, kv_lease_s=1.0))
+        client = await stack.enter_async_context(aiohttp.ClientSession())
+        router = await routed(stack, fleet)
+        await asyncio.sleep(0.2)
+        prefilling_at(
+            monkeypatch,
+            lambda decision, replicas: next(
+                each for each in replicas.replicas.values() if each.id != decision.replica_id
+            ),
+        )
+        answer, response = await asked(client, router)
+        assert "x-warmroute-prefiller" not in response.headers
+        assert answer["choices"][0]["text"] == fleet.answer(PROMPT, TOKENS)
+
+
 async def test_the_router_itself_decides_which_prompts_are_prefilled_elsewhere(
     tmp_path: Path,
     eventually: Wait,  # noqa: F811
@@ -191,9 +223,11 @@ async def test_replicas_killed_at_random_instants(
     print(f"seed {seed}")  # noqa: T201  (to repeat it)
     choice = random.Random(seed)
     monkeypatch.setattr("router.proxy.remote_prefill._LEASE_S", 0.7)
+    monkeypatch.setattr("router.app._TICK_S", 0.05)
     ends: Counter[str] = Counter()
     async with AsyncExitStack() as stack:
-        fleet = await stack.enter_async_context(nixl_fleet(tmp_path, 4, speed=10, kv_lease_s=1.0))
+        # Longer than this machine, where all of them are one process, ever stands still.
+        fleet = await stack.enter_async_context(nixl_fleet(tmp_path, 4, speed=10, kv_lease_s=5.0))
         client = await stack.enter_async_context(aiohttp.ClientSession())
         router = await routed(stack, fleet, retries=10)
 

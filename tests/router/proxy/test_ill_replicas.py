@@ -23,7 +23,7 @@ from tests.router.scripted import (
 
 CHAT = "/v1/chat/completions"
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
-QUICK = TimeoutsConfig(health_interval_s=0.05, health_timeout_s=0.05)
+QUICK = TimeoutsConfig(health_interval_s=0.05, health_timeout_s=0.5)
 
 
 async def ask(client: aiohttp.ClientSession, router: Running, **more: Any) -> tuple[int, str]:

@@ -20,6 +20,7 @@ from router.scheduling.waiting_queue import WaitingRequest
 from tests.router.fleet.helpers import blocks, chunks, place, snapshot, stored
 from tests.router.prompt.prompts_given import tokens
 from tests.router.scheduling.helpers import make_copying_fleet
+from warmroute_common.api_errors import RateLimitedError
 
 LONG = tokens(6400)
 
@@ -118,6 +119,21 @@ def test_a_session_that_spills_takes_its_kv_along() -> None:
     assert there is not None
     assert there.work.new_tokens == 16
     assert there.pull_bytes == (6400 - 100 * 16) * 1000, "r1 has the beginning"
+
+
+def test_a_pair_begins_when_its_prefiller_does() -> None:
+    """An idle replica that decodes does not help while the one that prefills has other work."""
+    fleet = make_fleet()
+    fleet.replicas["r0"].decoding, fleet.replicas["r1"].decoding = 60, 0
+    fleet.replicas["r0"].context_tokens = 300_000
+    fleet.replicas["r1"].queue.join(3.0, 0.0)
+    assert pair(split(fleet)) == ("r1", "r1")
+    assert pair(split(fleet, begin_by_s=2.5)) == ("r0", "r1"), "only r0 begins in time"
+    queue = AdmissionQueue(RequestScheduler(fleet))
+    fleet.replicas["r0"].queue.join(4.0, 0.0)
+    request = PlacementRequest(keys=PromptKeyCache(LONG), may_split=True, output_tokens=500)
+    with pytest.raises(RateLimitedError, match="begin with the request within"):
+        queue.arrive(request, 0.0, max_wait_s=2.5)
 
 
 def test_nothing_is_staged_for_a_first_leg() -> None:
