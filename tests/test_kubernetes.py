@@ -10,97 +10,21 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-import kubernetes_validate
 import pytest
 import yaml
-from jsonschema import Draft202012Validator
 
 from cacheengine.settings.lmcache_file import load_engine_config
 from router.cli.serve import leave_s
 from router.config.loading import load_router_config
 from router.config.settings import RouterConfig
 from router.policy import METHODS, Plane, Policy, check_gateway
+from tests.kubernetes_kinds import Manifest, check_manifest, container_of, gibibytes, ports
 from tools.reference import known_commands
 from warmroute_common.config_reader import ConfigLocation
 
 FOLDER: Final = Path(__file__).parent.parent / "configs" / "kubernetes"
 ANYWHERE: Final = "0.0.0.0"
 OVERLAYS: Final = ("router", "router-monitored", "gateway")
-CORE_VERSION: Final = "1.37"
-
-NAME: Final = {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", "maxLength": 63}
-PORT: Final = {"type": "integer", "minimum": 1, "maximum": 65535}
-
-
-def record(required: str, **properties: Any) -> dict[str, Any]:
-    """Return the schema of a mapping that has these keys and no others."""
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": required.split(),
-        "additionalProperties": False,
-    }
-
-
-def listed(items: dict[str, Any], most: int) -> dict[str, Any]:
-    return {"type": "array", "items": items, "minItems": 1, "maxItems": most}
-
-
-LABELS: Final = {"type": "object", "additionalProperties": NAME, "minProperties": 1}
-REFERENCE: Final = record("name", group=NAME | {"pattern": "^[a-z.0-9]+$"}, kind={}, name=NAME)
-DURATION: Final = {"type": "string", "pattern": "^([0-9]{1,5}(h|m|s|ms)){1,4}$"}
-MATCH: Final = record(
-    "path",
-    method={"enum": ["GET", "POST"]},
-    path=record("type value", type={"enum": ["Exact", "PathPrefix"]}, value={"pattern": "^/"}),
-)
-OF_GATEWAYS: Final = {
-    "inference.networking.k8s.io/v1 InferencePool": record(
-        "selector targetPorts endpointPickerRef",
-        selector=record("matchLabels", matchLabels=LABELS),
-        targetPorts=listed(record("number", number=PORT), 8),
-        endpointPickerRef=record(
-            "name port",
-            name=NAME,
-            port=record("number", number=PORT),
-            failureMode={"enum": ["FailOpen", "FailClose"]},
-        ),
-    ),
-    "gateway.networking.k8s.io/v1 HTTPRoute": record(
-        "parentRefs rules",
-        parentRefs=listed(REFERENCE, 32),
-        rules=listed(
-            record(
-                "backendRefs",
-                matches=listed(MATCH, 64),
-                backendRefs=listed(REFERENCE, 16),
-                timeouts=record("request", request=DURATION),
-            ),
-            16,
-        ),
-    ),
-    "monitoring.coreos.com/v1 ServiceMonitor": record(
-        "selector endpoints",
-        selector=record("matchLabels", matchLabels=LABELS),
-        endpoints=listed(
-            record(
-                "port",
-                port=NAME,
-                path={"type": "string", "pattern": "^/"},
-                interval={"type": "string", "pattern": "^[0-9]+(s|m|h)$"},
-                authorization=record(
-                    "credentials", credentials=record("name key", name=NAME, key={})
-                ),
-            ),
-            16,
-        ),
-    ),
-}
-"""What these APIs say of the ``spec`` of their kinds, as far as it is used here: their published
-schemas are in no package for Python."""
-
-
-Manifest = dict[str, Any]
 
 
 def built(folder: Path) -> Iterator[Manifest]:
@@ -168,14 +92,7 @@ ALL: Final = [
 
 @pytest.mark.parametrize("manifest", ALL)
 def test_each_is_valid(manifest: Manifest) -> None:
-    spec = OF_GATEWAYS.get(f"{manifest['apiVersion']} {manifest['kind']}")
-    if spec is None:
-        kubernetes_validate.validate(manifest, CORE_VERSION, strict=True)
-    else:
-        whole = record(
-            "metadata spec", apiVersion={}, kind={}, metadata=record("name", name=NAME), spec=spec
-        )
-        Draft202012Validator(whole).validate(manifest)
+    check_manifest(manifest)
 
 
 def kustomize(folder: Path) -> list[Manifest]:
@@ -231,16 +148,6 @@ def config_of(overlay: str, name: str, directory: Path) -> RouterConfig:
     path = directory / "router.yaml"
     path.write_text(text)
     return load_router_config(path)
-
-
-def container_of(manifest: Manifest) -> Manifest:
-    [found] = manifest["spec"]["template"]["spec"]["containers"]
-    assert isinstance(found, dict)
-    return found
-
-
-def ports(container: Manifest) -> dict[str, int]:
-    return {each["name"]: each["containerPort"] for each in container["ports"]}
 
 
 @pytest.mark.parametrize(
@@ -309,11 +216,6 @@ def test_routers_and_replicas_have_one_fleet_secret() -> None:
         for kind in kinds
     ]
     assert one == other == {"name": "warmroute-fleet", "key": "secret"}
-
-
-def gibibytes(text: str) -> int:
-    assert text.endswith("Gi")
-    return int(text.removesuffix("Gi"))
 
 
 @pytest.mark.parametrize(
