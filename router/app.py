@@ -346,6 +346,7 @@ def create_app(
     app = web.Application(middlewares=middlewares, client_max_size=config.max_body_bytes)
     app[BODIES] = Bodies(within_s=config.timeouts.body_s, limit_bytes=config.max_bodies_bytes)
     announce_leaving(app)
+    app.on_response_prepare.append(access.show_limits)
     prompts = PromptSource(config.tokenizer)
     exports = RecordExports(config)
 

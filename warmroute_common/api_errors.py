@@ -180,8 +180,10 @@ class RateLimitedError(ApiError):
     status = 429
     default_code = "rate_limit_exceeded"
 
-    def __init__(self, message: str, *, cause: str, retry_after_s: int) -> None:
-        super().__init__(message, retry_after_s=retry_after_s)
+    def __init__(
+        self, message: str, *, cause: str, retry_after_s: int, code: str | None = None
+    ) -> None:
+        super().__init__(message, code=code, retry_after_s=retry_after_s)
         self.cause = cause
 
 

@@ -14,6 +14,7 @@ import types
 import typing
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import MISSING, Field, field, fields, is_dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 from urllib.parse import urlsplit
@@ -126,7 +127,10 @@ def suggestion(name: str, known: Iterable[str], offered: Iterable[str] | None = 
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that a mapping has twice: YAML would silently use the last one."""
+    """Refuses a key that a mapping has twice: YAML would silently use the last one.
+
+    Dates are text: YAML's own reader fails on a day that does not exist.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         lines: dict[str, int] = {}
@@ -137,6 +141,12 @@ class _Loader(yaml.SafeLoader):
                     raise _DuplicateKeyError(key.value, lines[key.value], line)
                 lines[key.value] = line
         return super().construct_mapping(node, deep)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [each for each in resolvers if each[0] != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 
 
 class _DuplicateKeyError(Exception):
@@ -436,6 +446,16 @@ def parse_seconds(value: object) -> float:
             f"{value} s is out of range", "write seconds, more than 0, an hour at most"
         )
     return number
+
+
+def parse_date(value: object) -> str:
+    """Read a day, such as 2027-12-31."""
+    try:
+        return date.fromisoformat(str(value)).isoformat()
+    except ValueError:
+        raise BadValueError(
+            f"{value!r} is not a date", "write year, month and day, like 2027-12-31"
+        ) from None
 
 
 def parse_host_port(value: object) -> str:

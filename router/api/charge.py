@@ -1,4 +1,4 @@
-"""What a request takes from its key's tokens per minute.
+"""What a request takes from its key's tokens, per minute and per day.
 
 A prompt whose tokens are known exactly is charged by them. Everything else is charged by its size:
 several prompts, prompts beside which a body has more to compute, and the bodies of all other
@@ -10,7 +10,7 @@ from typing import Final
 
 import orjson
 
-from router.api.access import Grant
+from router.api.grant import Grant
 from router.policy import ParsedRequest
 from router.prompt import media
 from router.prompt.request_body import off_loop

@@ -300,7 +300,12 @@ def _checked_access(access: AccessConfig, at: ConfigLocation, base: Path) -> Acc
         keys += more
         places += [ConfigLocation(file, "keys").item(index) for index in range(len(more))]
     admins = [(at.at("admin_sha256").item(i), each) for i, each in enumerate(access.admin_sha256)]
-    shas = [(here.at("sha256"), each.sha256) for here, each in zip(places, keys, strict=True)]
+    shas = [
+        (here.at(name), sha256)
+        for here, each in zip(places, keys, strict=True)
+        for name, sha256 in (("sha256", each.sha256), ("second_sha256", each.second_sha256))
+        if sha256 is not None
+    ]
     for here, sha256 in [*shas, *admins]:
         if not _SHA256.fullmatch(sha256):
             fix = "paste the hash that 'warmroute key' printed"

@@ -11,7 +11,7 @@ from typing import ClassVar, Final, Literal
 from urllib.parse import urlsplit
 
 from router.config.cost_weights import DEFAULT_WEIGHTS
-from warmroute_common.config_reader import setting
+from warmroute_common.config_reader import parse_date, setting
 
 MIB: Final = 1 << 20
 
@@ -351,6 +351,11 @@ class KeyConfig:
     """Name in the log and in metrics."""
     sha256: str
     """SHA-256 of the key, in hex digits. The key itself is not stored."""
+    second_sha256: str | None = None
+    """SHA-256 of a second key that is valid too, while clients change from one to the other. Both
+    share all limits."""
+    valid_until: str | None = setting(None, parse=parse_date)
+    """Last day (UTC) on which the key is valid, such as 2027-12-31. After it clients get 401."""
     models: tuple[str, ...] | None = None
     """Models that the key may use. By default all."""
     requests_per_minute: int | None = setting(None, at_least=1)
@@ -358,6 +363,11 @@ class KeyConfig:
     default unlimited."""
     tokens_per_minute: int | None = setting(None, at_least=1)
     """The same for tokens, of prompts and answers together."""
+    tokens_per_day: int | None = setting(None, at_least=1)
+    """Budget of tokens for each day from 00:00 UTC, of prompts and answers together. Beyond it
+    clients get 429 until the next day. A restart of the router forgets what was used."""
+    max_parallel_requests: int | None = setting(None, at_least=1)
+    """Requests under way at once. Further ones get 429."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,6 +389,9 @@ class AccessConfig:
     prompts. The router sets the ``cache_salt`` of each prompt, made from the key's SHA-256 and the
     client's own salt, if it sends one. For vLLM; not for paths of ``passthrough``, nor for forms
     (audio, images). KV in LMCache 0.5 is not matched then."""
+    routers: int = setting(1, at_least=1)
+    """Over how many routers a load balancer spreads the clients. Each router counts for itself, and
+    enforces this part of the limits of each key: with 3, a third."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -170,8 +170,9 @@ _RELOADS: Final = (
 _OPENINGS: Final = "How often a replica's circuit breaker has opened, since its requests failed"
 
 _REFUSED: Final = (
-    "Requests that their key was refused for: key (none that is known), admin (not the "
-    "administration's), model (may not be asked), requests, tokens (used up for the moment)"
+    "Requests that their key was refused for: key (none that is known), expired, admin (not the "
+    "administration's), model (may not be asked), requests, tokens (used up for the moment), "
+    "budget (used up for the day), parallel (too many under way)"
 )
 
 _EVICTED: Final = (

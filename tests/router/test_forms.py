@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from router.api.access import Grant
+from router.api.grant import Grant
 from router.config.settings import KeyConfig, ReplicaConfig, RouterConfig
 from router.policy import Plane, Policy
 from warmroute_common.api_errors import BadRequestError, ForbiddenError

@@ -242,6 +242,13 @@ def test_keys_of_a_file_are_taken_too(tmp_path: Path) -> None:
     assert access.keys[1].models == ("m",)
 
 
+@pytest.mark.parametrize("day", ["2027-12-31", "'2027-12-31'"])
+def test_a_day_may_be_a_date_of_yaml_or_text(tmp_path: Path, day: str) -> None:
+    keys = f"keys: [{{name: a, sha256: {SHA}, valid_until: {day}}}]"
+    (key,) = load(tmp_path, f"{ONE}access: {{{keys}}}").access.keys
+    assert key.valid_until == "2027-12-31"
+
+
 @pytest.mark.parametrize(
     ("access", "message"),
     [
@@ -258,6 +265,18 @@ def test_keys_of_a_file_are_taken_too(tmp_path: Path) -> None:
         (
             f"keys: [{{name: a, sha256: {SHA}}}, {{name: a, sha256: {OTHER_SHA}}}]",
             "access.keys[1].name: a is also access.keys[0].name",
+        ),
+        (
+            f"keys: [{{name: a, sha256: {SHA}, second_sha256: {SHA}}}]",
+            f"access.keys[0].second_sha256: {SHA} is also access.keys[0].sha256",
+        ),
+        (
+            f"keys: [{{name: a, sha256: {SHA}, valid_until: 2027-02-30}}]",
+            "access.keys[0].valid_until: '2027-02-30' is not a date; write year, month and day",
+        ),
+        (
+            f"keys: [{{name: a, sha256: {SHA}, valid_until: 2027-02-03 10:00:00}}]",
+            "access.keys[0].valid_until: '2027-02-03 10:00:00' is not a date",
         ),
         ("keys_file: none.yaml", "access.keys_file: 'none.yaml' does not exist"),
         ("keys_file: empty.yaml", "empty.yaml: keys: names no key; make one with 'warmroute key"),
