@@ -36,6 +36,7 @@ from router.feeds.health_monitor import HealthMonitor
 from router.feeds.replica_answers import authorization
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica, ReplicaState
+from router.fleet.scaling import Scaling
 from router.lmcache.controller import Controller
 from router.lmcache.instance_registry import ConfiguredInstance
 from router.lmcache.lmcache import Lmcache
@@ -147,8 +148,14 @@ def make_parts(
     agents = partial(AgentClient, session, secret=secret)
     stager = Stager(config, fleet, agents, lmcache=lmcache.prefetch)
     sizes = partial(_sizes, fleet, admission, lmcache)
+    scaling = Scaling(fleet, admission, config.scaling.decode_slots)
     waits, retries = FirstByteWaits(fleet, lmcache), Retries()
-    health = HealthMonitor(config, fleet, prompts, session, agents=agents, changed=waits.look)
+
+    def changed() -> None:
+        waits.look()
+        admission.wake()
+
+    health = HealthMonitor(config, fleet, prompts, session, agents=agents, changed=changed)
     feeds = Feeds(fleet, session, secret)
     followers = _Followers(
         health=health,
@@ -183,6 +190,7 @@ def make_parts(
         inexact=prompts.inexact,
         asked=prompts.replica_tokenizer,
         kv_behind_s=feeds.kv_behind_s,
+        scaling=scaling,
     )
     records.add(metrics)
     faults = FaultReport(fleet, prompts)
@@ -209,6 +217,7 @@ def make_parts(
             access=access,
             reload=reload,
             faults=faults,
+            loads=scaling,
         ),
         replica_endpoints=ReplicaEndpoints(fleet=fleet, look_again=health.look_again),
         controller=controller,
@@ -441,6 +450,7 @@ def _add_own_routes(app: web.Application) -> None:
     _own(app, "/health", lambda parts: parts.api.health, "GET", "HEAD")
     _own(app, "/metrics", lambda parts: parts.api.metrics, "GET", "HEAD")
     _own(app, "/explain", lambda parts: parts.api.explain, "POST")
+    _own(app, "/scaling", lambda parts: parts.api.scaling, "GET", "HEAD")
     _own(app, "/replicas", lambda parts: parts.replica_endpoints.listing, "GET", "HEAD")
     _own(app, "/replicas/{id:.+}/drain", lambda parts: parts.replica_endpoints.drain, "POST")
     _own(app, "/replicas/{id:.+}/resume", lambda parts: parts.replica_endpoints.resume, "POST")

@@ -89,7 +89,10 @@ IMPURE_IMPORTS = {
     "uvloop",
     "zmq",
 }
-WAITS_ONLY = {"router.scheduling.admission": {"asyncio"}}
+WAITS_ONLY = {
+    "router.scheduling.admission": {"asyncio"},
+    "router.scheduling.no_replica_queue": {"asyncio"},
+}
 """Modules of these packages that wait, with what they may import for that."""
 
 

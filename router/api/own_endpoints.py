@@ -1,9 +1,10 @@
 """The endpoints that the router answers itself: models, health, metrics, explain."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from router.feeds.health_monitor import HealthMonitor
 from router.feeds.replica_answers import fetch_models
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica, ReplicaState
+from router.fleet.scaling import PoolLoad, Scaling
 from router.membership.reload import Reload
 from router.policy import PROMPTED, Plane
 from router.proxy.lifecycle import RequestLifecycle
@@ -42,6 +44,7 @@ class OwnEndpoints:
     access: Access
     reload: Reload
     faults: FaultReport
+    loads: Scaling
 
     async def models(self, request: web.Request) -> web.Response:
         """``GET /v1/models``: what the replicas that are up serve, each model once, and aliases.
@@ -64,6 +67,9 @@ class OwnEndpoints:
     async def health(self, request: web.Request) -> web.Response:
         """``GET /health``: 200 while at least one replica is up, else 503; so while it leaves.
 
+        Without a replica it is 200 too if requests wait for one: a router that nobody asks would
+        not tell an autoscaler that it needs one.
+
         ``first_probes`` are under way until every replica has been found up or down. Each replica
         by its name and address only for the administration, whether the configuration's file as it
         is now is used, for each model whether its tokens are exact, and the faults by which the
@@ -72,7 +78,8 @@ class OwnEndpoints:
         replicas = self.fleet.replicas.values()
         is_leaving = request.app[LEAVING].has_begun
         is_up = any(each.state is ReplicaState.UP for each in replicas)
-        is_ok = is_up and not is_leaving
+        waits = self.config.admission.no_replica_wait_s > 0
+        is_ok = (is_up or waits) and not is_leaving
         is_probed = all(each.state is not ReplicaState.UNKNOWN for each in replicas)
         body: dict[str, Any] = {
             "status": "draining" if is_leaving else "ok" if is_up else "no replica is up",
@@ -96,6 +103,14 @@ class OwnEndpoints:
         return web.Response(
             body=await self.counted.render(), headers={"Content-Type": CONTENT_TYPE}
         )
+
+    async def scaling(self, _: web.Request) -> web.Response:
+        """``GET /scaling``: each model's load, and what one replica more or less would change.
+
+        Times are in seconds; null where they would have no end.
+        """
+        loads = self.loads.loads(time.monotonic())
+        return as_json({"models": [_scaling(each) for each in loads]})
 
     async def explain(self, request: web.Request) -> web.Response:
         """``POST /explain``: where a request would go, and why, without sending it.
@@ -147,6 +162,19 @@ class OwnEndpoints:
             if each.config.api_key is None
         )
         return [each for each in await asyncio.gather(*asked) if each]
+
+
+def _scaling(load: PoolLoad) -> dict[str, Any]:
+    return {
+        "model": load.model,
+        "replicas": load.replicas,
+        "held": load.held,
+        "without_replica": load.without_replica,
+        "predicted_wait_s": load.predicted_wait_s,
+        "binds": load.binds,
+        "demand_replicas": {str(each): demand for each, demand in load.demand.items()},
+        "sizes": [asdict(each) for each in load.sizes],
+    }
 
 
 def _context(model: Mapping[str, object]) -> int:

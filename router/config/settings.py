@@ -201,12 +201,30 @@ class AdmissionConfig:
     max_wait_s: float = setting(60.0, above=0)
     """Longest time that a request is held; then it gets 429. If no replica is predicted to
     begin with it within that time, it gets 429 at once. A client may ask for less."""
+    no_replica_wait_s: float = setting(0.0, at_least=0)
+    """Longest time that a request is held while no replica of its model is up; then it gets 503.
+    0: it gets 503 at once, so that clients and load balancers turn elsewhere. Set it to the start
+    time of a replica if an autoscaler starts replicas from zero. All policies hold requests
+    then."""
+    keep_alive_s: float | None = setting(10.0, above=0)
+    """A client that streams gets an SSE comment each time that its request was held for this long,
+    so that load balancers do not end the connection. With the first one it gets status 200: a later
+    error is an event. ``null``: none. Behind Envoy there are none."""
     dispatch_ahead_s: float = setting(4.0, at_least=0)
     """Predicted work, in seconds, that may be queued at a replica before a request is sent to it.
     Lower values let short requests overtake; higher values keep replicas from going idle."""
     ageing: float = setting(0.5, above=0)
     """The queue is ordered by predicted work, shortest first. Each second of waiting counts like
     this many seconds less work. Lower favours short requests; higher favours early ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingConfig:
+    """What ``GET /scaling`` and the metrics for autoscalers count with."""
+
+    decode_slots: int | None = setting(None, at_least=1)
+    """Answers that a replica writes at once: vLLM's ``--max-num-seqs``, which vLLM does not report.
+    Without it, answers at once are no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -593,6 +611,7 @@ class RouterConfig:
     rates: RatesConfig = field(default_factory=RatesConfig)
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    scaling: ScalingConfig = field(default_factory=ScalingConfig)
     sessions: SessionConfig = field(default_factory=SessionConfig)
     index: IndexConfig = field(default_factory=IndexConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)

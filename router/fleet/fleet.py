@@ -38,6 +38,8 @@ _EXPIRED_KEYS: Final = 20
 """Keys whose speculative entries end per decision, the last entry as a whole: at least as many
 entries as a request makes, so that they do not pile up, and few, so that no request is slow."""
 
+_MOST_POOLED: Final = 10_000
+"""Names of models that are remembered after their last replica has left."""
 _LEAST_KEYS: Final = 4_000_000
 _KEYS_PER_REPLICA: Final = 50_000
 """The index's default limit: an 8B model on a GPU of 80 GB has some 28,000 blocks there."""
@@ -64,6 +66,8 @@ class Fleet:
         self.index = PrefixIndex(self._index_keys())
         self.sessions = Sessions(config.sessions.max_sessions, config.sessions.ttl_s, self.weights)
         self.output_lengths = OutputLengths(config.sessions.max_sessions, self.weights)
+        self.pools: dict[str, str] = {}
+        """By model or adapter, the pool (`Replica.pool`) that last served it; the oldest goes."""
         self.prefills = PrefillTracker()
         self.started = 0
         """Requests ever started."""
@@ -242,6 +246,11 @@ class Fleet:
         if (names, adapters, contexts) != known:
             replica.models, replica.adapters, replica.contexts = names, adapters, contexts
             self.replicas.changed()
+        for name in names:
+            self.pools.pop(name, None)
+            self.pools[name] = replica.pool
+        while len(self.pools) > _MOST_POOLED:
+            del self.pools[next(iter(self.pools))]
 
     def too_short(self, model: str | None, prompt_tokens: int, output_tokens: int) -> Sequence[str]:
         """Return the ids of the replicas whose context is too short for a prompt and its answer.

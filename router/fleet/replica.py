@@ -34,6 +34,8 @@ _UNKNOWN_KEYS: Final = (
     "PYTHONHASHSEED is not set there; set PYTHONHASHSEED on the replica, and the same value as "
     "hash_seed here. Until then prompts are matched by text there"
 )
+UNKNOWN_POOL: Final = "unknown"
+"""The pool of replicas whose models are not known."""
 _MANY_UNTOLD: Final = 8
 """Answered prompts with new blocks, and no KV event: one or two may have found others' blocks."""
 _NIXL_PAUSE_S: Final = 1.0
@@ -434,6 +436,13 @@ class Replica:
         if breaker.state is Circuit.HALF_OPEN:
             return f"{breaker.why}; one request at a time is tried"
         return "its LMCache server has ended" if self.rests else None
+
+    @property
+    def pool(self) -> str:
+        """The pool of replicas that it belongs to: the first of its models that is no adapter."""
+        models = self.models or ()
+        bases = [each for each in models if each not in self.adapters]
+        return min(bases or models, default=UNKNOWN_POOL)
 
     def serves(self, model: str | None) -> bool:
         """Whether a request for a model may go there; yes if its models are not known."""

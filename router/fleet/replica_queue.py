@@ -149,6 +149,11 @@ class ReplicaQueue:
         """Tokens of KV that the replica's GPU holds; infinite if the replica does not report it."""
         return self._capacity_tokens
 
+    @property
+    def held_tokens(self) -> float:
+        """Tokens of KV that the prompts of the requests here take; shared parts count once."""
+        return self._held_tokens
+
     def set_answer_s(self, answer_s: float) -> None:
         """Set the mean time of an answer from its first token to its end."""
         self._answer_s = answer_s

@@ -220,6 +220,7 @@ class RequestLifecycle:
         record.model = asked.model
         if asked.has_prompt and self.bound_to(asked) is None:
             self._admission.refuse_if_full(record.key)
+            await self._replica_up(asked, record)
         await self.look_for(asked.model)
         began_s = time.monotonic()
         prompt = await self._prompt(asked)
@@ -232,6 +233,15 @@ class RequestLifecycle:
         record.step("read", began_s)
         await self._locator.look_up(prompt_keys)
         return prompt_keys
+
+    async def _replica_up(self, asked: ParsedRequest, record: RequestRecord) -> None:
+        """Wait while no replica is up, if the configuration lets requests wait for one."""
+        began_s = time.monotonic()
+        waited_s = await self._admission.replica_up(asked.model, max_wait_s=asked.max_wait_s)
+        if waited_s:
+            record.held_s = waited_s
+            record.step("wait", began_s)
+            await self.one_per_tick.enter()  # many may have waited for the same replica
 
     async def look_for(self, model: str | None) -> None:
         """Ask the replicas for their models if none is known to serve this one."""

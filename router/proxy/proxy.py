@@ -23,7 +23,7 @@ from router.api.charge import Charge
 from router.fleet.in_flight import Ticket
 from router.fleet.replica import Replica
 from router.index.prompt_keys import PromptKeyCache
-from router.policy import ParsedRequest, Plane, endpoint_label, stores
+from router.policy import PROMPTED, ParsedRequest, Plane, endpoint_label, stores
 from router.proxy.first_byte_waits import FirstByteWaits
 from router.proxy.lifecycle import MAY_BE_REQUESTS, RequestLifecycle
 from router.proxy.relay import ClientAnswer, UsageReader, relay
@@ -39,6 +39,7 @@ from router.record.records import Cause, FailedTry, Outcome, RequestRecord, trac
 from warmroute_common.api_errors import (
     ApiError,
     NoReplicaError,
+    RateLimitedError,
     UpstreamFailedError,
     UpstreamTimeoutError,
 )
@@ -153,6 +154,8 @@ _NOT_BEGUN: Final = (Cause.CONNECT, Cause.LOCAL, Cause.ABSENT, Cause.NO_MODEL)
 """Causes after which the replica has certainly not begun with the request."""
 _NOT_TAKEN: Final = (*_NOT_BEGUN, Cause.BUSY, Cause.STATUS, Cause.PREFILL, Cause.PULL)
 """Causes after which the replica has most likely done nothing for the request."""
+_WITH_EVENTS: Final = PROMPTED - {"/v1/embeddings"}
+"""Endpoints whose streams are server-sent events."""
 _MOST_PATIENCE_S: Final = 5.0
 """The router waits for a replica's ``Retry-After`` up to this; a longer one goes to the client."""
 _MOST_ABSENT: Final = 32
@@ -202,6 +205,8 @@ class Proxy:
             if not client.has_begun:
                 raise
             record.end(Outcome.REFUSED, error=error.logged)
+            if isinstance(error, RateLimitedError):
+                record.rejected = error.cause
             return await client.end_with_error(error_body(request.path, error))
         # From here on no other replica is asked, so the body, its fields and the prompt are
         # released: an answer may take minutes, and thousands may be running.
@@ -260,7 +265,10 @@ class Proxy:
             asked = replace(asked, session=grant.own_session(asked.session))
         if charge is not None:
             await charge.estimate(asked)
-        with request.app[BODIES].holding(asked.parsed_bytes):
+        with (
+            request.app[BODIES].holding(asked.parsed_bytes),
+            client.held(self._keep_alive_s(asked)),
+        ):
             prompt_keys = await self._lifecycle.read(asked, record)
         if charge is not None:
             charge.take(prompt_keys.prompt_tokens, time.monotonic(), is_exact=record.is_exact)
@@ -372,9 +380,10 @@ class Proxy:
         `RequestLifecycle.admit`.
         """
         request, record = client.request, client.record
-        admitted = await self._lifecycle.admit(
-            asked, prompt_keys, record, forgiven=forgiven, may_split=prefill.is_possible
-        )
+        with client.held(self._keep_alive_s(asked)):
+            admitted = await self._lifecycle.admit(
+                asked, prompt_keys, record, forgiven=forgiven, may_split=prefill.is_possible
+            )
         # In flight from here on, not from after the prefetch: requests with the same prompt that
         # arrive meanwhile must see it. Await nothing before the ``try``: if the client left
         # then, nobody would release the ticket.
@@ -424,6 +433,11 @@ class Proxy:
         else:
             record.streamed, record.first_byte_s = answer.streamed, answer.began_s
         return answer, ticket
+
+    def _keep_alive_s(self, asked: ParsedRequest) -> float | None:
+        """Return after how long a hold the client gets a keep-alive; None for no stream."""
+        has_events = asked.streamed and asked.endpoint in _WITH_EVENTS
+        return self._config.admission.keep_alive_s if has_events else None
 
     def _wait(
         self, asked: ParsedRequest, replica: Replica, record: RequestRecord

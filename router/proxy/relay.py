@@ -8,8 +8,8 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Iterable
-from contextlib import aclosing, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Final, Self
@@ -45,6 +45,11 @@ _PROMPT: Final = (("prompt_tokens",), ("input_tokens",), ("total_tokens",))
 _OF_PROMPT: Final = ("cache_read_input_tokens", "cache_creation_input_tokens")
 """Anthropic's ``input_tokens`` are without these."""
 _OUTPUT: Final = (("completion_tokens",), ("output_tokens",))
+_EVENTS: Final = CIMultiDict(
+    {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+)
+"""Headers of a stream that the router begins itself."""
+_KEEP_ALIVE: Final = b": keep-alive\n\n"
 _DECODER: Final = json.JSONDecoder()
 
 
@@ -52,21 +57,52 @@ class ClientAnswer:
     """The answer as its client gets it. Its headers are sent once, with its first bytes.
 
     Keep-alives of a replica that then fails stay a part of it; the answer of the next replica
-    follows them.
+    follows them. So do those that the router sends while it holds the request (`held`).
     """
 
     def __init__(self, request: web.Request, record: RequestRecord) -> None:
         self.request = request
         self.record = record
         self._response: web.StreamResponse | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._sending: asyncio.Task[None] | None = None
+        """A keep-alive of the router that is being sent: nothing else may be sent meanwhile."""
+
+    @contextmanager
+    def held(self, every_s: float | None) -> Iterator[None]:
+        """Send a keep-alive each time that ``every_s`` have passed, while the block runs.
+
+        None: send none. Leaving the block does not wait.
+        """
+        if every_s is not None:
+            self._send_after(every_s)
+        try:
+            yield
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    def _send_after(self, every_s: float) -> None:
+        loop = asyncio.get_running_loop()
+
+        def send() -> None:
+            self._send_after(every_s)
+            if self._sending is None or self._sending.done():  # the client may not read
+                events = self.keep_alive(web.HTTPOk.status_code, _EVENTS, _KEEP_ALIVE)
+                self._sending = loop.create_task(events, name="keep-alive")
+
+        self._timer = loop.call_later(every_s, send)
 
     @property
     def has_begun(self) -> bool:
         """Whether the client has got the headers, and so a status that cannot change."""
-        return self._response is not None
+        return self._response is not None or self._sending is not None
 
     async def prepare(self, status: int, headers: CIMultiDict[str]) -> web.StreamResponse:
         """Send the headers, unless they were sent."""
+        if self._sending not in (None, asyncio.current_task()):
+            await asyncio.wait([self._sending])
         if self._response is None:
             self._response = web.StreamResponse(status=status, headers=headers)
             is_tenant = self.request.get(IS_TENANT, False)
@@ -85,16 +121,16 @@ class ClientAnswer:
 
     async def end_with_error(self, body: bytes | None = None) -> web.StreamResponse:
         """End a stream with an event for an error; ``body`` is that of an answer of its own."""
-        assert self._response is not None
+        response = await self.prepare(web.HTTPOk.status_code, _EVENTS)
         path = self.request.path
         try:
             data = orjson.dumps(orjson.loads(body or b""))  # on one line
         except orjson.JSONDecodeError:
             data = error_body(path, UpstreamFailedError("no replica gave an answer"))
         name = b"event: error\n" if is_anthropic(path) else b""
-        await self._response.write(name + b"data: " + data + b"\n\n")
-        await self._response.write_eof()
-        return self._response
+        await response.write(name + b"data: " + data + b"\n\n")
+        await response.write_eof()
+        return response
 
 
 async def relay(

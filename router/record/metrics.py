@@ -1,6 +1,7 @@
 """Prometheus metrics: a reader of `RequestRecord`, and gauges read when scraped."""
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple
 from types import MappingProxyType
@@ -18,6 +19,7 @@ from prometheus_client.registry import Collector
 from router.fleet.breaker import Circuit
 from router.fleet.fleet import Fleet
 from router.fleet.replica import ReplicaState
+from router.fleet.scaling import Scaling
 from router.record.records import Cause, RequestRecord
 from router.staging.stager import StagingResult
 
@@ -146,6 +148,30 @@ _GAUGES: Final = {
     ),
     "table_entries": ("Entries in the router's bounded tables", ["table"]),
     "index_max_keys": ("Entries that the prefix index may have", []),
+    "scaling_demand_replicas": (
+        "Load of a model, in replicas that it would keep busy without a pause, by resource: "
+        "prefill (time), kv_memory, decode (answers at once)",
+        ["model", "resource"],
+    ),
+    "scaling_replicas": ("Replicas of a model that are up", ["model"]),
+    "scaling_without_replica": (
+        "Requests that wait since no replica of their model is up",
+        ["model"],
+    ),
+    "scaling_predicted_wait_seconds": (
+        "How long the next request for a model would wait; +Inf if no replica is up",
+        ["model"],
+    ),
+    "scaling_utilization": (
+        "Utilization of what binds a model's replicas, with one replica fewer (-1), as many as are "
+        "up (+0) and one more (+1)",
+        ["model", "change"],
+    ),
+    "scaling_usual_wait_seconds": (
+        "Predicted mean wait at the replicas under the present load, with as many replicas; +Inf "
+        "if work comes faster than it is done",
+        ["model", "change"],
+    ),
     "kv_events_behind_seconds": (
         "For how long the router has not caught up with its replicas' KV events; 0 if it has",
         [],
@@ -231,14 +257,15 @@ class Metrics(Collector):
         inexact: Callable[[], Mapping[str, str | None]] = dict,
         asked: AskedReplicas | None = None,
         kv_behind_s: Callable[[], float] = float,
+        scaling: Scaling | None = None,
     ) -> None:
         """``sizes`` tells how many entries each bounded table holds, by its name; ``lmcache`` is
         read at each scrape: what was counted of LMCache's servers, by a word for each. So are
         ``refused``: requests by key and what they were refused for; ``reloads``: how often
         the configuration was read again, by what came of it; ``dropped``: records of
         requests that could not be told, by where; ``inexact``: for each model why its tokens are
-        not exact, or None; ``asked``: what replicas were asked for tokens; and ``kv_behind_s``:
-        `KvReceiver.behind_s`.
+        not exact, or None; ``asked``: what replicas were asked for tokens; ``kv_behind_s``:
+        `KvReceiver.behind_s`; and ``scaling``.
         """
         self._fleet = fleet
         self._sizes = sizes
@@ -249,6 +276,7 @@ class Metrics(Collector):
         self._inexact = inexact
         self._asked = asked
         self._kv_behind_s = kv_behind_s
+        self._scaling = scaling
         registry = self._registry = CollectorRegistry()
         self._rendering = asyncio.Lock()
         self._counters = {
@@ -342,6 +370,7 @@ class Metrics(Collector):
                         show(f"ttft_prediction_error_{unit}", value, each.id, quantile)
         for model, why in self._inexact().items():
             show("tokens_exact", why is None, model)
+        self._show_scaling(show)
         show("index_max_keys", self._fleet.index.max_keys)
         show("kv_events_behind_seconds", self._kv_behind_s())
         evicted = CounterMetricFamily("warmroute_index_evicted_keys", _EVICTED)
@@ -362,6 +391,18 @@ class Metrics(Collector):
             dropped.add_metric([where], count)
         others = (openings, evicted, lmcache_events, refused, reloads, dropped)
         return [*gauges.values(), *others, *self._replica_tokenizing()]
+
+    def _show_scaling(self, show: Callable[..., None]) -> None:
+        for load in () if self._scaling is None else self._scaling.loads(time.monotonic()):
+            show("scaling_replicas", load.replicas, load.model)
+            show("scaling_without_replica", load.without_replica, load.model)
+            show("scaling_predicted_wait_seconds", load.predicted_wait_s, load.model)
+            for resource, demand in load.demand.items():
+                show("scaling_demand_replicas", demand, load.model, resource)
+            for size in load.sizes:
+                change = f"{size.replicas - load.replicas:+d}"
+                show("scaling_utilization", size.utilization, load.model, change)
+                show("scaling_usual_wait_seconds", size.usual_wait_s, load.model, change)
 
     def _replica_tokenizing(self) -> Iterable[Metric]:
         if self._asked is None:

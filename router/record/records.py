@@ -304,6 +304,8 @@ def answer_headers(record: RequestRecord, *, is_tenant: bool = False) -> dict[st
 
     ``is_tenant``: without those that show what replicas hold, which other clients have sent.
     """
+    if record.replica_id is None:  # a stream that began while the request was held
+        return {"x-request-id": record.request_id}
     headers = {
         "x-request-id": record.request_id,
         "x-warmroute-prompt-tokens": str(record.prompt_tokens),

@@ -14,20 +14,26 @@ A request enters and leaves in one of these ways:
 5. It waits, until its deadline passes: 429.
 6. It waits, until no replica can take it, or placing it fails: that error.
 7. Its client leaves, or the router stops: it is removed.
+
+With ``admission.no_replica_wait_s``, a request for which no replica is up waits in the
+`NoReplicaQueue` before it arrives here, and again if all replicas go down in case 6.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf
 from typing import Final
 
 from router.fleet.decision import Candidate, Decision
+from router.fleet.fleet import Fleet
 from router.fleet.in_flight import Ticket
 from router.fleet.replica import Replica, ReplicaState
+from router.fleet.scaling import HeldWork
+from router.scheduling.no_replica_queue import NoReplicaQueue
 from router.scheduling.request_scheduler import PlacementRequest, RequestScheduler
 from router.scheduling.waiting_queue import WaitingQueue, WaitingRequest
-from warmroute_common.api_errors import OverloadedError, RateLimitedError
+from warmroute_common.api_errors import NoReplicaError, OverloadedError, RateLimitedError
 from warmroute_common.command_line import counted
 
 _TAKING: Final = frozenset({ReplicaState.UP, ReplicaState.UNKNOWN})
@@ -83,6 +89,11 @@ class AdmissionQueue:
     def __len__(self) -> int:
         """How many wait."""
         return len(self._queue)
+
+    @property
+    def fleet(self) -> Fleet:
+        """The fleet whose requests these are."""
+        return self._fleet
 
     def arrive(
         self,
@@ -184,6 +195,12 @@ class AdmissionQueue:
         if not len(self):
             return inf
         return min(self._ready_s, self._queue.next_deadline_s, now_s + _RECHECK_S)
+
+    def held(self) -> Iterator[HeldWork]:
+        """Yield the work of the waiting requests; a prompt that several have counts once."""
+        for each in self._queue.in_order():
+            work_s = each.service_s if self._queue.counts(each) else 0.0
+            yield HeldWork(each.replica, work_s, each.kv.tokens)
 
     def leave(self, waiting: WaitingRequest) -> None:
         """Remove a request (case 7); nothing if its waiting has ended."""
@@ -321,6 +338,7 @@ class AdmissionController:
 
     def __init__(self, queue: AdmissionQueue, clock: Callable[[], float]) -> None:
         self._queue = queue
+        self._no_replica = NoReplicaQueue(queue.fleet, clock)
         self._clock = clock
         self._released: dict[WaitingRequest, asyncio.Future[Admitted]] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -330,7 +348,30 @@ class AdmissionController:
 
     def __len__(self) -> int:
         """How many requests wait."""
-        return len(self._queue)
+        return len(self._queue) + len(self._no_replica)
+
+    def held(self) -> Iterator[HeldWork]:
+        """Yield the work of the requests that wait for a busy replica."""
+        return self._queue.held()
+
+    def without_replica(self) -> Mapping[str | None, int]:
+        """Return by model how many requests wait because no replica is up."""
+        return self._no_replica.by_model()
+
+    async def replica_up(
+        self,
+        model: str | None,
+        *,
+        among: Collection[str] | None = None,
+        max_wait_s: float = inf,
+    ) -> float:
+        """Wait while no replica of a model is up; return the seconds, 0 without a wait.
+
+        Raises what `NoReplicaQueue.wait` raises.
+        """
+        if self._closed or not self._no_replica.must_wait(model, among):
+            return 0.0
+        return await self._no_replica.wait(model, among=among, max_wait_s=max_wait_s)
 
     def refuse_if_full(self, client: str | None) -> None:
         """Raise `RateLimitedError` if a newcomer would be refused, before its prompt is read."""
@@ -342,9 +383,26 @@ class AdmissionController:
     ) -> Admitted:
         """Wait until a request may go; the caller must finish the ticket.
 
-        Raises what `AdmissionQueue.arrive` raises, the error of a later placing, and
-        `OverloadedError` if the router stops meanwhile.
+        Raises what `AdmissionQueue.arrive` and `replica_up` raise, the error of a later placing,
+        and `OverloadedError` if the router stops meanwhile.
         """
+        began_s, again_s = self._clock(), 0.0
+        while True:
+            try:
+                admitted = await self._admit(request, at_once=at_once, max_wait_s=max_wait_s)
+            except NoReplicaError:
+                left_s = max_wait_s - (self._clock() - began_s)
+                if at_once or not await self.replica_up(
+                    request.model, among=request.among, max_wait_s=left_s
+                ):
+                    raise
+                again_s = self._clock() - began_s
+                continue
+            return replace(admitted, waited_s=again_s + admitted.waited_s)
+
+    async def _admit(
+        self, request: PlacementRequest, *, at_once: bool, max_wait_s: float
+    ) -> Admitted:
         arrived = self._queue.arrive(
             request, self._clock(), at_once=at_once or self._closed, max_wait_s=max_wait_s
         )
@@ -366,19 +424,22 @@ class AdmissionController:
             self._queue.leave(arrived)
 
     def wake(self) -> None:
-        """Dispatch soon; to be called when a replica's queue has shortened."""
+        """Dispatch soon; to be called when a replica's queue has shortened, or one is up."""
+        if len(self._no_replica):
+            self._no_replica.look()
         self._dispatch_by(-inf)
 
     def close(self) -> None:
         """Refuse the waiting requests with 503; later ones do not wait."""
         self._closed = True
+        self._no_replica.close()
         for released in self._released.values():
             if not released.done():
                 released.set_exception(OverloadedError("the router stops; send the request again"))
 
     def _dispatch_by(self, at_s: float) -> None:
         at_s = max(at_s, self._next_dispatch_s)
-        if not len(self) or at_s >= self._timer_s:
+        if not len(self._queue) or at_s >= self._timer_s:
             return
         if self._timer is not None:
             self._timer.cancel()

@@ -187,6 +187,10 @@ class WaitingQueue:
         """Return the first ``limit`` requests, or all; a copy."""
         return [waiting for _, _, waiting in self._order[:limit]]
 
+    def counts(self, waiting: WaitingRequest) -> bool:
+        """Whether a request's work counts: the first of those with its prompt."""
+        return waiting.prompt is None or self._first.get(waiting.prompt) == waiting.number
+
     def ahead_of(self, service_s: float, arrived_s: float, number: int = 0) -> "WorkAhead":
         """Return the work that goes before a request of this service, arrival and number.
 

@@ -17,7 +17,8 @@ from router.staging.stager import CopyOutcome, PrefetchOutcome, StagingResult
 from tests.router.conftest import Fleet
 from tests.router.scripted import chat_events, stream
 
-CONFIGS = Path(__file__).parents[3] / "configs"
+ROOT = Path(__file__).parents[3]
+CONFIGS = ROOT / "configs"
 ADDED_BY_PROMETHEUS = {"instance", "job"}
 COLUMNS = 24
 
@@ -36,7 +37,16 @@ def rules() -> list[dict[str, Any]]:
     return [rule for group in loaded["groups"] for rule in group["rules"]]
 
 
+def autoscaler() -> dict[str, Any]:
+    """Return the KEDA object in the documentation."""
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    begin = page.index("apiVersion: keda.sh")
+    loaded: dict[str, Any] = yaml.safe_load(page[begin : page.index("```", begin)])
+    return loaded
+
+
 def expressions() -> Iterator[str]:
+    yield from (each["metadata"]["query"] for each in autoscaler()["spec"]["triggers"])
     for panel in panels():
         yield from (each["expr"] for each in panel["targets"])
     yield from (each["expr"] for each in rules())
