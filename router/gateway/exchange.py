@@ -18,7 +18,7 @@ from router.index.prompt_keys import PromptKeyCache
 from router.policy import ParsedRequest, Plane, endpoint_label, stores
 from router.proxy.lifecycle import RequestLifecycle
 from router.proxy.relay import NO_USAGE, UsageReader
-from router.proxy.sse import StreamOpening
+from router.proxy.sse import StreamOpening, is_final
 from router.proxy.upstream import RETRYABLE
 from router.record.records import (
     Cause,
@@ -216,7 +216,8 @@ class Exchange:
         if self._reader is not None:
             self._reader.feed(part)
         self.record.response_bytes += len(part)
-        if is_last:
+        # Clients may close as soon as they have read the last event.
+        if is_last or (self._streamed and self._is_ok and is_final(part)):
             self.record.end(Outcome.OK)
 
     async def copied(self, part: bytes, *, is_last: bool) -> bool:

@@ -151,7 +151,7 @@ async def relay(
     request, record = client.request, client.record
     response = await client.prepare(answer.status, answer.headers)
     events = WholeEvents() if answer.has_events else None
-    last = b""
+    last = b""  # without keep-alives
     now_s, feed, write = time.monotonic, reader.feed, response.write
     try:
         with IdleTimer(request, answer, idle_s) as idle:
@@ -168,10 +168,15 @@ async def relay(
                         feed(whole)
                         await write(whole)
                         record.response_bytes += len(whole)
-                        last = whole
+                        if is_content:
+                            last = whole
                     idle.is_writing = False
                     if is_content:
                         idle.moved_s = now_s()
+        if events is not None and (rest := events.rest()):
+            feed(rest)
+            await write(rest)
+            record.response_bytes += len(rest)
     except AnswerCutError as cut:
         if not is_final(last):
             record.end(Outcome.CUT, error=str(cut))
@@ -181,12 +186,8 @@ async def relay(
         if is_final(last) or record.response_bytes == response.content_length:
             record.end(Outcome.OK)
         raise
-    if events is not None and (rest := events.rest()):
-        reader.feed(rest)
-        await response.write(rest)
-        record.response_bytes += len(rest)
+    record.end(Outcome.OK)  # all of it was passed on: the client may close from here on
     await response.write_eof()
-    record.end(Outcome.OK)
     return response
 
 

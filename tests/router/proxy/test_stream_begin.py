@@ -7,6 +7,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from router.config.settings import BreakerConfig, TimeoutsConfig
 from router.fleet.breaker import Circuit
@@ -294,3 +295,59 @@ async def test_an_answer_whose_last_event_was_passed_on_is_ok(
     record = await router.record()
     assert (record.outcome, record.error) == (Outcome.OK, None)
     assert router.in_flight() == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "pieces"),
+    [
+        (CHAT, (*chat_events("a")[:1], DONE)),
+        ("/v1/messages", (b"event: message_stop\ndata: {}\n\n",)),
+        ("/v1/responses", (b"event: response.completed\ndata: {}\n\n",)),
+        ("/v1/embeddings", (b'{"data": []}',)),
+    ],
+)
+async def test_a_client_that_closes_as_the_answer_ends(
+    fleet: Fleet,
+    client: aiohttp.ClientSession,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    pieces: tuple[bytes, ...],
+) -> None:
+    """The replica's end and the client's come in one turn of the loop: the end cannot be written.
+
+    OpenAI's Python client closes its connection at ``[DONE]``.
+    """
+    write_eof, content_type = web.StreamResponse.write_eof, "text/event-stream"
+
+    async def closed(response: web.StreamResponse, data: bytes = b"") -> None:
+        if "x-warmroute-replica" in response.headers:
+            assert response._payload_writer is not None
+            await response._payload_writer.drain()
+            raise ConnectionResetError("Cannot write to closing transport")
+        await write_eof(response, data)
+
+    monkeypatch.setattr(web.StreamResponse, "write_eof", closed)
+    if path == "/v1/embeddings":
+        content_type = "application/json"
+    fleet.one.will(stream(*pieces, content_type=content_type))
+    router = await fleet.router()
+    body = {**ASK, "input": "x", "max_tokens": 1}
+    async with client.post(router.url + path, json=body) as response:
+        assert await response.content.readexactly(len(b"".join(pieces))) == b"".join(pieces)
+    record = await router.record()
+    assert (record.outcome, record.error) == (Outcome.OK, None)
+    assert router.in_flight() == 0
+
+
+async def test_keep_alives_after_the_last_event_change_nothing(
+    fleet: Fleet, client: aiohttp.ClientSession
+) -> None:
+    is_read = asyncio.Event()
+    events = (chat_events("a")[0], DONE, KEEP_ALIVE, b"")
+    fleet.one.will(stream(*events, gates=(None, None, is_read, asyncio.Event())))
+    router = await fleet.router()
+    async with client.post(router.url + CHAT, json=ASK) as response:
+        await response.content.readuntil(DONE)
+        is_read.set()
+        await response.content.readuntil(KEEP_ALIVE)
+    assert (await router.record()).outcome is Outcome.OK
