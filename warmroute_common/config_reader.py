@@ -2,7 +2,8 @@
 
 A dataclass is its own schema. Field names are the keys, types are checked strictly, and `setting`
 adds bounds, a parser, or the mark that a setting may change while the process runs. Everything
-that cannot be used raises `ConfigError`, which says what is wrong, where, and how to fix it.
+that cannot be used raises `ConfigError`, which says what is wrong, where, and how to fix it. A
+field with ``repr=False`` is a secret: neither errors nor `printable` show its value.
 """
 
 import difflib
@@ -21,7 +22,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from warmroute_common.addresses import split_host_port
+from warmroute_common.addresses import split_host_port, without_passwords
 
 T = TypeVar("T")
 
@@ -45,6 +46,15 @@ _SCALARS: Final = {
     bool: ("true or false", "write true or false, without quotes"),
 }
 """For each type: what is expected, and how to write it."""
+_VALUE_KINDS: Final = {
+    type(None): "nothing",
+    str: "text",
+    dict: "a mapping",
+    list: "a list",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+}
 _COMPARE: Final = {"at least": operator.ge, "above": operator.gt, "at most": operator.le}
 _EXPONENT: Final = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 _VARIABLE: Final = re.compile(r"\$\{\w+\}|\$[A-Z_]+\b")
@@ -74,7 +84,8 @@ class BadValueError(ValueError):
 class ConfigError(ValueError):
     """A configuration that cannot work: in which file, under which key, what is wrong, the fix.
 
-    ``str()`` is the one line that commands print: ``path: key: problem; fix``.
+    ``str()`` is the one line that commands print: ``path: key: problem; fix``, without the
+    passwords of URLs.
     """
 
     def __init__(self, path: str, key: str, problem: str, fix: str) -> None:
@@ -86,7 +97,7 @@ class ConfigError(ValueError):
 
     def __str__(self) -> str:
         where = ": ".join(part for part in (self.path, self.key) if part)
-        return f"{where}: {self.problem}; {self.fix}"
+        return without_passwords(f"{where}: {self.problem}; {self.fix}")
 
 
 class ConfigLocation(NamedTuple):
@@ -106,6 +117,47 @@ class ConfigLocation(NamedTuple):
     def error(self, problem: str, fix: str) -> ConfigError:
         """Return the error to raise for the setting here."""
         return ConfigError(self.path, self.key, problem, fix)
+
+
+_HIDDEN: Final = "***"
+_SECRET_NAME: Final = re.compile(
+    r"(^|[-_])(key|token|secret|password|passwd|passphrase|credentials?)$", re.IGNORECASE
+)
+
+
+def printable(value: Any) -> Any:
+    """Return settings or a command for people: dataclasses as mappings, secrets as ``***``.
+
+    Secrets are the fields with ``repr=False``, and, in mappings and among a command's words, texts
+    whose name ends like that of a secret: ``HF_TOKEN``, ``api_key``, ``--api-key``. Passwords in
+    URLs are left to `without_passwords`.
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        values = {each.name: getattr(value, each.name) for each in fields(value)}
+        secrets = {each.name for each in fields(value) if not each.repr and values[each.name]}
+        return {k: _HIDDEN if k in secrets else printable(v) for k, v in values.items()}
+    if isinstance(value, Mapping):
+        return {k: printable(_unless_secret(str(k), v)) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        before = ["", *value[:-1]]
+        return [printable(_word(last, each)) for last, each in zip(before, value, strict=False)]
+    return value
+
+
+def _word(last: object, word: object) -> object:
+    """Return a word of a command, without the secret in it."""
+    if not isinstance(word, str):
+        return word
+    name, equals, given = word.partition("=")
+    if equals and name.startswith("-"):
+        return f"{name}={_unless_secret(name, given)}"
+    is_option = isinstance(last, str) and last.startswith("-") and "=" not in last
+    return _unless_secret(str(last), word) if is_option else word
+
+
+def _unless_secret(name: str, value: object) -> object:
+    is_secret = isinstance(value, str) and value and _SECRET_NAME.search(name)
+    return _HIDDEN if is_secret else value
 
 
 def describe(error: BaseException) -> str:
@@ -252,7 +304,7 @@ def build(cls: type[T], value: object, at: ConfigLocation) -> T:
     known = {each.name: each for each in fields(typing.cast("type[Any]", cls))}
     if not isinstance(value, Mapping):
         fix = f"write 'key: value' lines under it; the keys are {', '.join(known)}"
-        raise at.error(f"expected settings, got {_describe(value)}", fix)
+        raise at.error(f"expected settings, got {_kind(value)}", fix)
     removed: Mapping[str, str] = getattr(cls, "REMOVED", {})
     for name in value:
         if name in removed:
@@ -281,11 +333,11 @@ def _convert(hint: Any, value: object, each: Field[Any], at: ConfigLocation) -> 
         return _choice(args, value, at)
     if origin is tuple:
         if not isinstance(value, list):
-            raise at.error(f"expected a list, got {_describe(value)}", "write one '- item' a line")
+            raise at.error(f"expected a list, got {_kind(value)}", "write one '- item' a line")
         return tuple(_convert(args[0], one, each, at.item(i)) for i, one in enumerate(value))
     if origin is dict:
         if not isinstance(value, dict):
-            found = f"expected a mapping, got {_describe(value)}"
+            found = f"expected a mapping, got {_kind(value)}"
             raise at.error(found, "write 'NAME: value' lines")
         return {str(name): _convert(args[1], one, each, at.at(name)) for name, one in value.items()}
     if is_dataclass(hint):
@@ -328,7 +380,9 @@ def _scalar(hint: Any, value: object, each: Field[Any], at: ConfigLocation) -> A
             fix = _NO_VARIABLES
         elif hint is float and isinstance(value, str) and _EXPONENT.fullmatch(value):
             fix = f"write {float(value):.15g}, since YAML takes '{value}' as text"
-        raise at.error(f"expected {wanted}, got {_describe(value)}", fix)
+        raise at.error(
+            f"expected {wanted}, got {_describe(value) if each.repr else _kind(value)}", fix
+        )
     if isinstance(value, float) and not math.isfinite(value):
         raise at.error(f"{value} is not a finite number", "give a number")
     if isinstance(value, str) and not value.strip():
@@ -343,17 +397,18 @@ def _scalar(hint: Any, value: object, each: Field[Any], at: ConfigLocation) -> A
 
 def _describe(value: object) -> str:
     match value:
-        case None:
-            return "nothing"
         case str():
             return f"the text '{value}'"
         case bool():
             return str(value).lower()
-        case dict():
-            return "a mapping"
-        case list():
-            return "a list"
-    return f"{value!r}"
+        case int() | float():
+            return f"{value!r}"
+    return _kind(value)
+
+
+def _kind(value: object) -> str:
+    """Describe a value that may be, or hold, a secret in the wrong place."""
+    return _VALUE_KINDS.get(type(value)) or f"a {type(value).__name__}"
 
 
 # --- parsers of values that may be YAML or an environment variable's text
@@ -495,7 +550,7 @@ def parse_own_address(value: object) -> str:
 def parse_text(value: object) -> str:
     """Read a name or an address."""
     if isinstance(value, bool | dict | list):
-        raise BadValueError(f"{value!r} is not text", "write one word")
+        raise BadValueError(f"{_kind(value)} is not text", "write one word")
     return str(value).strip()
 
 

@@ -22,9 +22,9 @@ from cacheengine.launch.vllm_launch import (
 )
 from cacheengine.settings.engine_config import EngineConfig
 from cacheengine.settings.lmcache_file import load_engine_config
-from warmroute_common.addresses import join_host_port, listening_family
+from warmroute_common.addresses import join_host_port, listening_family, without_passwords
 from warmroute_common.command_line import WholeNumberRange
-from warmroute_common.config_reader import ConfigError
+from warmroute_common.config_reader import ConfigError, printable
 
 
 @click.command(
@@ -112,7 +112,7 @@ def replica(
     if print_command:
         added = {k: v for k, v in environment.items() if os.environ.get(k) != v}
         click.echo(" ".join(f"{k}={shlex.quote(v)}" for k, v in added.items()))
-        click.echo(shlex.join(command))
+        click.echo(without_passwords(shlex.join(printable(command))))
         return
     if importlib.util.find_spec("vllm") is None:
         click.echo(

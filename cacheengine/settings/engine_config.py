@@ -110,7 +110,7 @@ class EngineConfig:
     Without it they cannot. An address beyond loopback requires a fleet secret."""
     lmcache_worker_heartbeat_time: float = setting(10.0, parse=parse_seconds)
     """Seconds between heartbeats."""
-    extra_config: Mapping[str, Any] = setting(default_factory=dict, parse=parse_mapping)
+    extra_config: Mapping[str, Any] = setting(default_factory=dict, repr=False, parse=parse_mapping)
     """Further settings of the remote store (Mooncake)."""
 
     # Ours, not LMCache's.

@@ -215,4 +215,6 @@ def redacted(text: str) -> str:
     """Return a URL, or what should have been one, without what may be a password."""
     scheme, separator, rest = text.strip().rpartition("://")
     _, at, host = rest.rpartition("@")
+    if not at and rest.startswith(":"):  # a password without a host
+        return f"{scheme}{separator}..."
     return scheme + separator + ("...@" if at else "") + host.partition("?")[0]

@@ -12,6 +12,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.replica import ReplicaState
 from router.index.prompt_keys import KvTier
 from router.prompt.prompt import Prompt
+from warmroute_common.addresses import without_password
 
 SHOWN: Final = 16
 """How many candidates are shown, fastest first, besides the pick and the session's home."""
@@ -56,7 +57,7 @@ def explanation(
     }
     return {
         "replica": decision.replica_id,
-        "url": decision.url,
+        "url": without_password(decision.url),
         "reason": str(decision.reason),
         "why": why(decision, fleet.config.policy, fleet.weights),
         "prompt_tokens": decision.prompt_tokens,

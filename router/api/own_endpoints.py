@@ -88,7 +88,8 @@ class OwnEndpoints:
         }
         if self.access.may_administer(request):
             body["replicas"] = {
-                each.id: {"url": each.config.url, "state": str(each.state)} for each in replicas
+                each.id: {"url": each.config.public_url, "state": str(each.state)}
+                for each in replicas
             }
             body["configuration"] = {
                 "problem": self.reload.problem,

@@ -101,7 +101,7 @@ def _refuse_other_origins(request: web.Request) -> None:
 def _told(replica: Replica, now_s: float) -> dict[str, Any]:
     return {
         "id": replica.id,
-        "url": replica.config.url,
+        "url": replica.config.public_url,
         "state": str(replica.state),
         "breaker": str(replica.breaker.state),
         "in_flight": replica.in_flight,

@@ -3,7 +3,7 @@
 import json
 import textwrap
 from collections.abc import Callable, Iterable
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +24,7 @@ from router.launch.up import commands_text, run
 from router.policy import check_gateway
 from warmroute_common.addresses import without_passwords
 from warmroute_common.command_line import WholeNumberRange, config_file
-from warmroute_common.config_reader import ConfigError, ConfigLocation
+from warmroute_common.config_reader import ConfigError, ConfigLocation, printable
 
 _PLUGINS: Final = "warmroute.commands"
 
@@ -197,7 +197,7 @@ def check_config(config_path: Path | None) -> None:
     change.
     """
     settings = load_any(_required(config_path))
-    click.echo(without_passwords(json.dumps(settings, indent=2, default=_without_secrets)))
+    click.echo(without_passwords(json.dumps(printable(settings), indent=2)))
 
 
 @main.command(short_help="Run replicas and the router on this machine.")
@@ -294,11 +294,3 @@ def _config(command: str, path: Path | None, urls: tuple[str, ...]) -> RouterCon
         more = tuple(each for each in given if each.url not in known)
         config = replace(config, replicas=config.replicas + more)
     return config
-
-
-def _without_secrets(settings: Any) -> dict[str, Any]:
-    """Return a dataclass of settings for JSON; secrets (fields without ``repr``) are hidden."""
-    assert is_dataclass(settings)
-    shown = {each.name: getattr(settings, each.name) for each in fields(settings)}
-    secrets = [each.name for each in fields(settings) if not each.repr and shown[each.name]]
-    return shown | dict.fromkeys(secrets, "***")

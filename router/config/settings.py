@@ -11,6 +11,7 @@ from typing import ClassVar, Final, Literal
 from urllib.parse import urlsplit
 
 from router.config.cost_weights import DEFAULT_WEIGHTS
+from warmroute_common.addresses import without_password
 from warmroute_common.config_reader import parse_date, setting
 
 MIB: Final = 1 << 20
@@ -61,6 +62,11 @@ class ReplicaConfig:
     def name(self) -> str:
         """The name until the agent reports one: instance_id, else host:port."""
         return self.instance_id or urlsplit(self.url).netloc.rpartition("@")[2]
+
+    @property
+    def public_url(self) -> str:
+        """The URL for people and traces: without the user name and password."""
+        return without_password(self.url)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -337,7 +337,7 @@ async def examine(
     router.ok("file", f"the settings load: {counted(count, 'replica')}, policy {config.policy}")
     fleet = Fleet(config)
     replicas = [
-        Examined(replica=each, section=Section(about=each.id, at=each.config.url))
+        Examined(replica=each, section=Section(about=each.id, at=each.config.public_url))
         for each in fleet.replicas.values()
     ]
     async with _session(config) as session:
@@ -415,7 +415,7 @@ def _check_running(
         router.problem("running", f"the running router: {about}: {why}")
     states = {str(each.get("url")): str(each.get("state")) for each in known.values()}
     for each in replicas:
-        state = states.pop(each.config.url, None)
+        state = states.pop(each.config.public_url, None)
         if state is None:
             found = "the running router does not know it"
             each.section.problem("running", found, "reload or restart the router with this file")

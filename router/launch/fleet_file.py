@@ -192,16 +192,8 @@ def load_fleet_file(path: Path | str, *, by_envoy: bool = False) -> FleetPlan:
     router = router_config(settings, path=str(path), key="router", base=path.parent)
     if router.port == 0:
         raise at.at("router.port").error("0 means any free port", "set a fixed port")
-    if router.fleet_secret_file is not None:
-        settings["fleet_secret_file"] = router.fleet_secret_file
-    # Paths in these sections are relative to this file, not to the generated one.
-    for name in ("tokenizer", "access", "tls", "replica_tls"):
-        if (section := getattr(router, name)) is None or name not in settings:
-            continue
-        settings[name] = {
-            key: getattr(section, key) if isinstance(value, str) else value
-            for key, value in settings[name].items()
-        }
+    # Its paths are relative to this file, not to the generated one.
+    settings = _checked(settings, router)
     url = f"http{'s' if router.tls else ''}://{join_host_port(reachable(router.host), router.port)}"
     plan = FleetPlan(
         replicas=tuple(each.process for each in planned),
@@ -211,6 +203,21 @@ def load_fleet_file(path: Path | str, *, by_envoy: bool = False) -> FleetPlan:
         ready_timeout_s=file.ready_timeout_s,
     )
     return behind_envoy(plan, router, at, own=file.envoy) if by_envoy else plan
+
+
+def _checked(given: Mapping[str, Any], checked: object) -> dict[str, Any]:
+    """Return what was given, each text as it is in the checked settings: paths are absolute there.
+
+    ``checked``: a dataclass of settings, or a mapping of them by name.
+    """
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        other = checked[name] if isinstance(checked, Mapping) else getattr(checked, name)
+        if isinstance(value, Mapping):
+            found[name] = _checked(value, other)
+        else:
+            found[name] = other if isinstance(value, str) else value
+    return found
 
 
 def _router_settings(

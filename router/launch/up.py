@@ -9,18 +9,19 @@ from typing import Any
 
 from router.launch.fleet_file import FleetPlan
 from router.launch.processes import ProcessGroup
-from warmroute_common.config_reader import ConfigLocation
+from warmroute_common.addresses import without_passwords
+from warmroute_common.config_reader import ConfigLocation, printable
 
 
 def commands_text(fleet: FleetPlan) -> str:
-    """Return the fleet's commands as a person would type them."""
+    """Return the fleet's commands as a person would type them, with ``***`` for secrets."""
     lines = []
     for process in fleet.processes:
-        env = [f"{name}={shlex.quote(value)}" for name, value in process.env.items()]
-        lines.append(" ".join([*env, shlex.join(process.argv)]))
+        env = [f"{name}={shlex.quote(value)}" for name, value in printable(process.env).items()]
+        lines.append(" ".join([*env, shlex.join(printable(process.argv))]))
     for path, settings in _files(fleet):
-        lines += [f"# {path}:", json.dumps(settings, indent=2)]
-    return "\n".join(lines)
+        lines += [f"# {path}:", json.dumps(printable(settings), indent=2)]
+    return without_passwords("\n".join(lines))
 
 
 def run(fleet: FleetPlan, *, say: Callable[[str], None]) -> None:

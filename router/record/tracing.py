@@ -21,6 +21,7 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, Trace
 
 from router.config.settings import TracingConfig
 from router.record.records import FailedTry, Outcome, RequestRecord, TraceContext, Try, new_span_id
+from warmroute_common.addresses import without_password
 
 _Value = str | bool | int | float
 _SCOPE: Final = InstrumentationScope("warmroute")
@@ -175,7 +176,7 @@ def _of_try(
         "http.request.method": record.method,
         "server.address": parts.hostname,
         "server.port": parts.port or {"http": 80, "https": 443}.get(parts.scheme),
-        "url.full": tried.url + record.path,
+        "url.full": without_password(tried.url) + record.path,
         "warmroute.replica": tried.replica_id,
     }
     if failed is not None:

@@ -76,7 +76,7 @@ def _replica(replica: Replica, fleet: Fleet, window: Sums, now_s: float) -> dict
     prefilling = min(sent, 1)
     return {
         "id": replica.id,
-        "url": replica.config.url,
+        "url": replica.config.public_url,
         "state": str(replica.state),
         "note": _note(replica, now_s),
         "told_by": [*_told_by(replica)],

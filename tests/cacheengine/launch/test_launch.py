@@ -162,6 +162,37 @@ def test_print_command_shows_what_would_run(tmp_path: Path) -> None:
     assert "--model M --port 1 --kv-transfer-config" in result.output
 
 
+def test_no_secret_is_printed_with_the_command(tmp_path: Path) -> None:
+    arguments = ["--config", str(good_config(tmp_path)), "--print-command", "--", "--model", "M"]
+    secrets = ["--api-key", "hidden", "--hf-token=hidden", "--port", "1"]
+    result = CliRunner().invoke(replica, [*arguments, *secrets])
+    assert result.exit_code == 0, result.output
+    assert "hidden" not in result.output
+    assert "--api-key '***' '--hf-token=***' --port 1" in result.output
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "remote_url: [hidden]",
+        "remote_url: 'redis://:hidden'",
+        "remote_url: 'foo://me:hidden@a'",
+        "remote_url: 'redis://me:hidden@a:99999'",
+        "controller_url: 'ftp://any:hidden@a'",
+        "controller_url: {a: hidden}",
+        "extra_config: hidden",
+    ],
+)
+def test_no_secret_is_in_what_is_said_of_a_wrong_file(wrong: str, tmp_path: Path) -> None:
+    config = good_config(tmp_path)
+    config.write_text(f"{config.read_text()}{wrong}\n")
+    arguments = ["--config", str(config), "--print-command", "--", "--model", "M"]
+    result = CliRunner().invoke(replica, arguments)
+    assert result.exit_code == 2
+    assert "instance.yaml: " in result.output
+    assert "hidden" not in result.output
+
+
 def test_keys_that_can_be_forged_are_permitted_to_one_tenant(tmp_path: Path) -> None:
     config = good_config(tmp_path)
     config.write_text(config.read_text() + "single_tenant: true\n")

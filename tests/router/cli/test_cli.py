@@ -1,6 +1,7 @@
 """The command line: help, files, mistakes."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -257,6 +258,57 @@ def test_no_secret_is_printed(tmp_path: Path) -> None:
     assert code == 0, output
     assert "hidden" not in output and "hid%2Fden" not in output
     assert json.loads(output)["replicas"][0]["url"] == "http://***@127.0.0.1:1"
+
+
+def test_no_secret_of_a_fleet_is_printed(tmp_path: Path) -> None:
+    (tmp_path / "one.yaml").write_text("max_local_cpu_size: 1\n")
+    path = tmp_path / "fleet.yaml"
+    path.write_text(
+        "model: m\n"
+        "vllm_args: [--api-key, hidden, --hf-token=hidden]\n"
+        "env: {HF_TOKEN: hidden, A: all}\n"
+        "replicas: [{config: one.yaml, port: 1, env: {VLLM_API_KEY: hidden}}]\n"
+        "router: {controller: {secret: hidden}, rates: {kv_bytes_per_token: 9}}\n"
+    )
+    code, output = invoke("check-config", str(path))
+    assert code == 0, output
+    assert "hidden" not in output
+    shown = json.loads(output)
+    assert shown["env"] == {"HF_TOKEN": "***", "A": "all"}
+    assert shown["vllm_args"] == ["--api-key", "***", "--hf-token=***"]
+    assert shown["router"]["rates"] == {"kv_bytes_per_token": 9}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "controller: {secret: 4711}",
+        "controller: {secret: [hidden]}",
+        "controller: hidden",
+        "access: {keys: [hidden]}",
+        "access: {admin_sha256: hidden}",
+        "access: {admin_sha256: [hidden]}",
+        "access: {keys: [{name: a, sha256: hidden}]}",
+        "tracing: {endpoint: 'ftp://me:hidden@a'}",
+        "discovery: {kubernetes: {service: a, api_url: 'x://me:hidden@a'}}",
+        "discovery: {each: {api_key: 4711}}",
+        "api_key: hidden",
+        "controller: {secret: hid: den}",
+        "replicas: [{url: 'http://me:hidden@a/v1?b'}]",
+        "replicas: [{url: 'http://a', agent_url: 'http://me:hidden@a:b'}]",
+        "replicas: [{url: 'http://a', kv_events: 'tcp://me:hidden@a'}]",
+        "replicas: [{url: 'http://me:hidden@a'}, {url: 'http://me:hidden@a'}]",
+        "replicas: ['http://me:hidden@a']",
+        "replicas: [{url: 'http://a', api_key: 4711}]",
+    ],
+)
+def test_no_secret_is_in_what_is_said_of_a_wrong_file(wrong: str, tmp_path: Path) -> None:
+    path = tmp_path / "router.yaml"
+    path.write_text("replicas: [{url: 'http://a'}]\n" * (not wrong.startswith("rep")) + wrong)
+    code, output = invoke("check-config", str(path))
+    assert code == 2
+    assert "router.yaml: " in output
+    assert not re.search("hidden|4711|den}", output)
 
 
 def test_a_configuration_of_envoy_is_printed(router_yaml: Path) -> None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -145,6 +146,41 @@ def test_the_plan_can_be_printed(engines: Path) -> None:
     assert '"policy": "session"' in text
 
 
+def test_files_are_relative_to_the_fleets_file_and_not_to_the_generated_one(engines: Path) -> None:
+    """The router reads the generated one, which is in another directory."""
+    for name in ("secret", "api-key"):
+        (engines / name).write_text("hidden")
+    (engines / "tokenizer").mkdir()
+    sections = [
+        "controller: {monitor_port: 9102, secret_file: secret}",
+        "discovery: {dns: [{name: a}], each: {api_key_file: api-key}}",
+        "tokenizer: {models: {m: {path: tokenizer}}}",
+        "request_log: {path: requests.jsonl}",
+        "model_aliases: {a: b}",
+    ]
+    plan = load(engines, FLEET.replace("policy: session", ", ".join(sections)))
+    settings = plan.router_settings
+    assert settings["controller"] == {"monitor_port": 9102, "secret_file": str(engines / "secret")}
+    assert settings["discovery"]["each"] == {"api_key_file": str(engines / "api-key")}
+    assert settings["tokenizer"] == {"models": {"m": {"path": str(engines / "tokenizer")}}}
+    assert settings["request_log"] == {"path": str(engines / "requests.jsonl")}
+    assert settings["model_aliases"] == {"a": "b"}
+
+
+def test_no_secret_is_printed_with_the_plan(engines: Path) -> None:
+    secret = "controller: {secret: hidden, monitor_port: 9102}"
+    fleet = FLEET.replace(
+        "policy: session", f"{secret}, tracing: {{endpoint: 'http://me:hidden@a'}}"
+    )
+    args = "vllm_args: [--api-key, hidden, --hf-token=hidden, --max-model-len, '9']"
+    fleet = re.sub("^vllm_args: .*$", args, fleet, flags=re.MULTILINE)
+    fleet = fleet.replace("A: all", "A: all, HF_TOKEN: hidden, OPENAI_API_KEY: hidden")
+    text = commands_text(load(engines, fleet))
+    assert "hidden" not in text
+    assert "HF_TOKEN='***'" in text
+    assert "--api-key '***' '--hf-token=***' --max-model-len 9" in text
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -172,7 +208,7 @@ def test_the_plan_can_be_printed(engines: Path) -> None:
             ("policy: session", "picker: {port: 8001}"),
             "replicas[0].port: 8001 is also router.picker.port; choose another",
         ),
-        (("gpus: [0, 1]", "gpus: 0"), "replicas[0].gpus: expected a list, got 0"),
+        (("gpus: [0, 1]", "gpus: 0"), "replicas[0].gpus: expected a list, got a number"),
         (("port: 8088", "port: [1]"), "router.port: expected a whole number, got a list;"),
         (("policy: session", "polcy: x"), "router.polcy: unknown key; did you mean 'policy'?"),
         (("policy: session", "replicas: []"), "router.replicas: cannot be set here; remove it"),
