@@ -22,6 +22,7 @@ from urllib.parse import quote
 import xxhash
 
 from router.config.settings import RouterConfig
+from router.priority import Priority, PriorityRules
 from router.prompt.long_strings import LongStrings
 from router.prompt.request_body import (
     BodyBytes,
@@ -60,7 +61,7 @@ _STATELESS: Final = frozenset(
     }
 )
 """Endpoints that store nothing: another replica may be asked after one has begun."""
-_SALTED: Final = frozenset(
+_COMPUTING: Final = frozenset(
     {
         *("/classify", "/cohere/v2/chat", "/generative_scoring", "/inference/v1/generate"),
         *("/invocations", "/pooling", "/rerank", "/score", "/v1/chat/completions/batch"),
@@ -141,6 +142,9 @@ class ParsedRequest:
     them can answer."""
     repeatable: bool = True
     """Whether the request may be sent to another replica after one may have begun with it."""
+    priority: Priority = Priority.NORMAL
+    vllm_priority: int = 0
+    """The number that the replica gets as the request's ``priority``."""
     may_split: bool = False
     """Whether one replica may prefill its prompt for another one."""
     seeks: bool = False
@@ -184,6 +188,8 @@ class Policy:
         """Paths that reach replicas in addition to those of vLLM's API; ``/x/*``: all below."""
         self.aliases: Mapping[str, str] = config.model_aliases
         self._session_header = config.sessions.header
+        self._keyless = Priority.named(config.admission.keyless_priority)
+        self._replica_priorities = config.admission.replica_priorities
         self._gateway_splits = config.picker is not None and config.picker.prefiller_header
         self.limits = Limits(
             body_bytes=config.max_body_bytes,
@@ -221,33 +227,48 @@ class Policy:
         body: BodyBytes,
         *,
         salt_key: bytes | None = None,
+        best: Priority | None = None,
         most_chars: Callable[[str | None], int | None] = lambda _: None,
     ) -> ParsedRequest:
         """Return what routing needs of a request; raise `BadRequestError`.
 
         Endpoints with a prompt are checked here. Other bodies are the replica's to check. ``path``
         is decoded; ``headers`` is looked up by names in lower case. Aliases are replaced by the
-        proxy only: a gateway has the body. With a ``salt_key``, the prompt's ``cache_salt`` is
-        replaced by one that only this key's requests have. ``most_chars`` returns how long a text
-        a model may take; of a longer one only the beginning is read (``is_cut``).
+        proxy only, and so is the ``priority``: a gateway has the body. With a ``salt_key``, the
+        prompt's ``cache_salt`` is replaced by one that only this key's requests have. ``best`` is
+        the priority class of the request's key, if it has one. ``most_chars`` returns how long a
+        text a model may take; of a longer one only the beginning is read (``is_cut``).
         """
         aliases = self.aliases if plane is Plane.PROXY else {}
         session = headers.get(self._session_header.lower())
+        priorities = PriorityRules(
+            best=self._keyless if best is None else best,
+            replicas_take_numbers=self._replica_priorities,
+        )
         if has_prompt(method, path):
             asked = _prompted(
-                *(path, headers, body, session, aliases), salt_key=salt_key, most_chars=most_chars
+                *(path, headers, body, session, aliases),
+                salt_key=salt_key,
+                priorities=priorities,
+                rewrites=plane is Plane.PROXY,
+                most_chars=most_chars,
             )
             splits = plane is Plane.PROXY or self._gateway_splits
             return replace(asked, may_split=splits and asked.may_split)
         content_type = headers.get("content-type", "")
-        salt_key = salt_key if method == "POST" and path in _SALTED else None
-        fields, model, body = _model_of(content_type, body, aliases, salt_key)
+        computes = method == "POST" and path in _COMPUTING
+        salt_key = salt_key if computes else None
+        rewriting = priorities if computes and plane is Plane.PROXY else None
+        fields, model, body = _model_of(
+            *(content_type, headers, body, aliases), salt_key=salt_key, priorities=rewriting
+        )
         return ParsedRequest(
             endpoint=path,
             body=body,
             fields={},
             parsed_bytes=0,
             model=model,
+            vllm_priority=priorities.of(fields, headers).vllm_number if computes else 0,
             streamed=fields.get("stream") is True,
             session=_session(fields, session),
             has_prompt=False,
@@ -351,6 +372,8 @@ def _prompted(
     aliases: Mapping[str, str],
     *,
     salt_key: bytes | None,
+    priorities: PriorityRules,
+    rewrites: bool,
     most_chars: Callable[[str | None], int | None],
 ) -> ParsedRequest:
     long_strings = LongStrings(body)
@@ -361,7 +384,8 @@ def _prompted(
     long_strings.restore(fields, most_chars(aliases.get(named or "", named)))
     size_bytes += long_strings.text_bytes
     model = _text(fields, "model")
-    changed: dict[str, str] = {}
+    rated = priorities.of(fields, headers)
+    changed: dict[str, str | int] = {**rated.changed} if rewrites else {}
     if model is not None and model in aliases:
         changed["model"] = model = aliases[model]
     given = fields.get("cache_salt")
@@ -390,6 +414,8 @@ def _prompted(
         output_tokens=_output_tokens(fields),
         ids=() if before is None else (before,),
         max_wait_s=_max_wait_s(headers.get(MAX_WAIT_HEADER)),
+        priority=rated.priority,
+        vllm_priority=rated.vllm_number,
         may_split=may_split(path, fields),
     )
 
@@ -402,9 +428,18 @@ def _own_salt(salt_key: bytes, given: str | None) -> str:
 
 
 def _model_of(
-    content_type: str, body: BodyBytes, aliases: Mapping[str, str], salt_key: bytes | None
+    content_type: str,
+    headers: Mapping[str, str],
+    body: BodyBytes,
+    aliases: Mapping[str, str],
+    *,
+    salt_key: bytes | None,
+    priorities: PriorityRules | None,
 ) -> tuple[Mapping[str, object], str | None, BodyBytes]:
-    """Return a body's short JSON fields, its model, and the body with alias and salt replaced."""
+    """Return a body's short JSON fields, its model, and the body as the replica gets it.
+
+    Alias, salt and ``priority`` are replaced in it.
+    """
     if _is_multipart(content_type):
         model, body = _form_model(content_type, body, aliases)
         return {}, model, body
@@ -419,7 +454,9 @@ def _model_of(
     }
     named = fields.get("model")
     model = named if isinstance(named, str) else None
-    changed: dict[str, str] = {}
+    changed: dict[str, str | int] = {}
+    if priorities is not None:
+        changed |= priorities.of(fields, headers).changed
     if model is not None and model in aliases:
         changed["model"] = model = aliases[model]
     if salt_key is not None:

@@ -20,6 +20,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.in_flight import Ticket
 from router.index.kv_events import BlocksRemoved, BlocksStored, GpuCleared, KvBatch, KvEvent
 from router.index.prompt_keys import KvTier, PromptKeyCache
+from router.priority import Priority
 from router.scheduling.admission import AdmissionController, AdmissionQueue
 from router.scheduling.request_scheduler import PlacementRequest, RequestScheduler
 from router.staging.stager import Stager
@@ -152,7 +153,7 @@ class OurRouter:
         """Answer as `router.proxy.Proxy` does: admit, stage, forward, learn."""
         failed: list[str] = []
         try:
-            self._admission.refuse_if_full(None)
+            self._admission.refuse_if_full(None, Priority.NORMAL)
             keys = PromptKeyCache(sent.prompt)
             for _ in range(self._config.retries + 1):
                 if await self._try(sent, keys, failed):

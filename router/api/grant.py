@@ -1,4 +1,4 @@
-"""What one client key allows: models, rates, a budget, an expiry date.
+"""What one client key allows: models, rates, a budget, an expiry date, a priority class.
 
 `Access` finds the `Grant` of a request's key. Each request begins with `Grant.take_request` and
 ends with `Grant.end_request`; its tokens are charged by `router.api.charge.Charge`.
@@ -14,6 +14,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from router.config.settings import KeyConfig
+from router.priority import Priority
 from warmroute_common.api_errors import ForbiddenError, RateLimitedError, UnauthorizedError
 
 _MINUTE_S: Final = 60.0
@@ -175,6 +176,8 @@ class Grant:
         self.name = key.name
         self.salt_key = key.sha256.encode() if owns_cache else None
         """The secret of which `Policy.parse` makes salts; None: clients' own salts count."""
+        self.priority = Priority.named(key.priority)
+        """The best class of the key's requests."""
         self._scope = quote(key.name, safe="")
         self._models = None if key.models is None else frozenset(key.models)
         self._requests = _bucket(self._requests, key.requests_per_minute, routers)
@@ -280,6 +283,7 @@ class Grant:
             limits["tokens_per_day"] = self._budget.state(self._utc_clock()).shown()
         return {
             "key": self.name,
+            "priority": self.priority.name.lower(),
             "valid_until": self._valid_until,
             "running_requests": self._running,
             "max_parallel_requests": self._max_running,

@@ -21,6 +21,7 @@ PolicyName = Literal["ttft", "longest-prefix", "session", "least-loaded", "round
 PreCachingHash = Literal[
     "builtin", "sha256", "sha256_cbor", "sha256_cbor_64bit", "xxhash", "xxhash_cbor"
 ]
+PriorityName = Literal["high", "normal", "batch"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Scheme = Literal["http", "https"]
 NixlRole = Literal["both", "prefill", "decode"]
@@ -222,6 +223,13 @@ class AdmissionConfig:
     ageing: float = setting(0.5, above=0)
     """The queue is ordered by predicted work, shortest first. Each second of waiting counts like
     this many seconds less work. Lower favours short requests; higher favours early ones."""
+    keyless_priority: PriorityName = "normal"
+    """Best class of requests without a client key, and so of all behind a gateway: as ``priority``
+    of a key."""
+    replica_priorities: bool = False
+    """Set it if all replicas run with ``--scheduling-policy priority``. They then get a number for
+    each request's class: below 0 for ``high``, 0 for ``normal``, above 0 for ``batch``. Otherwise
+    they get 0, because a replica with another policy may refuse other numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -392,6 +400,9 @@ class KeyConfig:
     clients get 429 until the next day. A restart of the router forgets what was used."""
     max_parallel_requests: int | None = setting(None, at_least=1)
     """Requests under way at once. Further ones get 429."""
+    priority: PriorityName = "normal"
+    """Best class of the key's requests, and the class of those that ask for none. If requests have
+    to wait in the router, ``high`` goes before ``normal``, and ``batch`` last."""
 
 
 @dataclass(frozen=True, kw_only=True)

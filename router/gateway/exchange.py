@@ -47,6 +47,8 @@ class Destinations:
     """Sent to all of them instead of the client's own."""
     prefiller: str | None
     """The endpoint of the replica that prefills the prompt for them; None: each does it itself."""
+    vllm_priority: int
+    """For their vLLMs, instead of the ``priority`` in header and body."""
 
 
 class Exchange:
@@ -133,7 +135,7 @@ class Exchange:
         await self._lifecycle.prepare(admitted, self.record)
         self._picked_s = time.monotonic()
         prefiller = self._first_leg(admitted.ticket)
-        return self._destinations(admitted.decision, policy.replicas(asked), prefiller)
+        return self._destinations(admitted.decision, asked, prefiller)
 
     def _first_leg(self, ticket: Ticket) -> Replica | None:
         """Return the replica that prefills the prompt; the sidecar sends both legs."""
@@ -150,9 +152,10 @@ class Exchange:
         return leg.replica
 
     def _destinations(
-        self, decision: Decision, most: int, prefiller: Replica | None
+        self, decision: Decision, asked: ParsedRequest, prefiller: Replica | None
     ) -> Destinations:
-        """Return the decision's replica and the next best, by their scores; ``most`` at most."""
+        """Return the decision's replica and the next best, by their scores."""
+        most = self._lifecycle.policy.replicas(asked)
         picked, weights = decision.picked, self._lifecycle.fleet.weights
         api_key = picked.replica.config.api_key
         others = [
@@ -171,6 +174,7 @@ class Exchange:
             endpoints=tuple(known),
             api_key=api_key,
             prefiller=None if prefiller is None else self._endpoints.known(prefiller),
+            vllm_priority=asked.vllm_priority,
         )
 
     # --- the answer

@@ -21,6 +21,7 @@ from router.gateway.envoy_config import SENDS_ANSWERS
 from router.gateway.exchange import Exchange
 from router.gateway.messages import GatewayCall, Message
 from router.policy import PREFILLER_HEADER
+from router.priority import VLLM_PRIORITY_HEADER
 from router.proxy.lifecycle import RequestLifecycle
 from warmroute_common.addresses import join_host_port
 from warmroute_common.api_errors import ApiError, TooLargeError
@@ -287,6 +288,8 @@ class _Conversation:
         headers = {} if picked.api_key is None else {"authorization": f"Bearer {picked.api_key}"}
         if picked.prefiller is not None:
             headers[PREFILLER_HEADER] = picked.prefiller
+        # Also 0: the body, which the gateway does not change, may have another one.
+        headers[VLLM_PRIORITY_HEADER] = str(picked.vllm_priority)
         message = messages.destination(kind, picked.endpoints, headers, self._name)
         await self._call.write(message)
 

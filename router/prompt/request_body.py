@@ -9,6 +9,7 @@ their own: images travel in chats.
 import asyncio
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import nan
 from typing import Any, Final, ParamSpec, TypeAlias, TypeVar
 
 import msgspec
@@ -52,6 +53,8 @@ class _Fields(msgspec.Struct):
     prompt_cache_key: Any = UNSET
     session_id: Any = UNSET
     user: Any = UNSET
+    priority: Any = UNSET
+    service_tier: Any = UNSET
     previous_response_id: Any = UNSET
     previous_input_messages: Any = UNSET
     cache_salt: Any = UNSET
@@ -122,23 +125,23 @@ def prompt_fields(body: BodyBytes) -> dict[str, Any]:
     }
 
 
-def short_members(body: BodyBytes) -> dict[str, str | bool]:
-    """Return the members of a JSON object that are true or short strings, and nothing of others.
+def short_members(body: BodyBytes) -> dict[str, str | float | None]:
+    """Return the members of a JSON object; NaN stands for lists, objects and what is long.
 
     The body is the replica's to check: what cannot be read has no members.
     """
-    found: dict[str, str | bool] = {}
+    found: dict[str, str | float | None] = {}
     try:
         for name, raw in _MEMBERS.decode(body).items():
             text = bytes(memoryview(raw)[: _MEMBER_TEXT_BYTES + 1])
-            if text == b"true" or (text[:1] == b'"' and len(text) <= _MEMBER_TEXT_BYTES):
-                found[name] = msgspec.json.decode(text)
+            is_short = len(text) <= _MEMBER_TEXT_BYTES and text[:1] not in (b"[", b"{")
+            found[name] = msgspec.json.decode(text) if is_short else nan
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return {}
     return found
 
 
-def with_members(body: BodyBytes, changed: Mapping[str, str]) -> bytes:
+def with_members(body: BodyBytes, changed: Mapping[str, str | int]) -> bytes:
     """Return the body, a JSON object, with other members; the rest stays as written.
 
     Raises `BadRequestError` if it is not one.

@@ -22,6 +22,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.in_flight import Ticket
 from router.index.prompt_keys import PromptKeyCache
 from router.policy import ParsedRequest, Plane, Policy
+from router.priority import Priority
 from router.prompt.prompt import Prompt
 from router.prompt.prompt_source import PromptSource
 from router.prompt.request_body import BodyBytes, off_loop
@@ -205,9 +206,11 @@ class RequestLifecycle:
         body: BodyBytes,
         *,
         salt_key: bytes | None = None,
+        best: Priority | None = None,
     ) -> ParsedRequest:
         """Return what routing needs of a request; raise `BadRequestError`: see `Policy.parse`."""
-        parse = partial(self.policy.parse, salt_key=salt_key, most_chars=self._prompts.most_chars)
+        most_chars = self._prompts.most_chars
+        parse = partial(self.policy.parse, salt_key=salt_key, best=best, most_chars=most_chars)
         return await off_loop(len(body), parse, plane, method, path, headers, body)
 
     async def read(self, asked: ParsedRequest, record: RequestRecord) -> PromptKeyCache:
@@ -219,7 +222,7 @@ class RequestLifecycle:
         """
         record.model = asked.model
         if asked.has_prompt and self.bound_to(asked) is None:
-            self._admission.refuse_if_full(record.key)
+            self._admission.refuse_if_full(record.key, asked.priority)
             await self._replica_up(asked, record)
         await self.look_for(asked.model)
         began_s = time.monotonic()
@@ -477,6 +480,7 @@ class RequestLifecycle:
             exclude=(*failed, *short),
             streamed=asked.streamed,
             client=key,
+            priority=asked.priority,
             output_tokens=self.fleet.output_lengths.expected(
                 asked.session, key, asked.output_tokens
             ),

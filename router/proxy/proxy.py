@@ -259,6 +259,7 @@ class Proxy:
         asked = await self._lifecycle.parse(
             *(Plane.PROXY, request.method, request.path, request.headers, body),
             salt_key=None if grant is None else grant.salt_key,
+            best=None if grant is None else grant.priority,
         )
         if grant is not None:
             grant.check_model(asked.model)
@@ -400,6 +401,7 @@ class Proxy:
                         request_id=record.request_id,
                         api_key=ticket.replica.config.api_key,
                         is_keyed=GRANT in request,
+                        vllm_priority=asked.vllm_priority,
                         traceparent=record.begin_try(decision.url),
                     ),
                     body=body,

@@ -240,6 +240,7 @@ class RemotePrefill:
             request_id=f"{record.request_id}-prefill{number}",
             api_key=replica.config.api_key,
             is_keyed=self._is_keyed,
+            vllm_priority=self._asked.vllm_priority,
             traceparent=record.begin_try(replica.config.url, replica.id),
         )
 

@@ -28,6 +28,7 @@ from yarl import URL
 
 from router.config.settings import TimeoutsConfig
 from router.policy import PREFILLER_HEADER
+from router.priority import VLLM_PRIORITY_HEADER
 from router.prompt.request_body import BodyBytes
 from router.proxy.sse import StreamOpening
 from router.record.records import Cause
@@ -76,7 +77,7 @@ _HOP_BY_HOP: Final = frozenset(
 # its length has changed.
 _NOT_FORWARDED: Final = _HOP_BY_HOP | {
     *("host", "content-length", "content-encoding", "expect", ADMIN_HEADER.lower()),
-    PREFILLER_HEADER,
+    *(PREFILLER_HEADER, VLLM_PRIORITY_HEADER),
 }
 
 
@@ -469,6 +470,7 @@ def forwarded_headers(
     request_id: str,
     api_key: str | None,
     is_keyed: bool,
+    vllm_priority: int = 0,
     traceparent: str | None = None,
 ) -> CIMultiDict[str]:
     """Return the client's headers as the replica gets them.
@@ -478,6 +480,8 @@ def forwarded_headers(
     """
     kept = _without(headers, _NOT_FORWARDED)
     kept["X-Request-Id"] = request_id
+    if vllm_priority:
+        kept[VLLM_PRIORITY_HEADER] = str(vllm_priority)
     if traceparent is not None:
         kept["Traceparent"] = traceparent
     if is_keyed or api_key is not None:

@@ -1,14 +1,16 @@
 """Admission: a request is bound to a replica when one can soon begin with it, not before.
 
-Until then it waits in the router, the shortest first, and is placed again with the KV and the
-queues of that moment. `AdmissionQueue` decides who goes and who waits, without a clock or I/O.
-`AdmissionController` drives it with an event loop: one future per waiting request, one timer.
+Until then it waits in the router, by its priority class and the shortest first, and is placed again
+with the KV and the queues of that moment. `AdmissionQueue` decides who goes and who waits, without
+a clock or I/O. `AdmissionController` drives it with an event loop: one future per waiting request,
+one timer.
 
 A request enters and leaves in one of these ways:
 
 1. Its replica can soon begin with it, and nobody before it waits for that replica: it is admitted
    on arrival, and counts as in flight from then on.
-2. The queue is full: 429 on arrival, or when it makes room for another client's request.
+2. The queue is full: 429 on arrival, or when it makes room for another client's request or one
+   of a better class.
 3. No replica is predicted to begin with it within the time that it may wait: 429 on arrival.
 4. It waits, until a dispatch finds its replica ready: it is placed again and admitted.
 5. It waits, until its deadline passes: 429.
@@ -30,6 +32,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.in_flight import Ticket
 from router.fleet.replica import Replica, ReplicaState
 from router.fleet.scaling import HeldWork
+from router.priority import Priority
 from router.scheduling.no_replica_queue import NoReplicaQueue
 from router.scheduling.request_scheduler import PlacementRequest, RequestScheduler
 from router.scheduling.waiting_queue import WaitingQueue, WaitingRequest
@@ -110,7 +113,7 @@ class AdmissionQueue:
         within that time, and what `RequestScheduler.place` raises.
         """
         if not at_once:
-            self.refuse_if_full(request.client, now_s)
+            self.refuse_if_full(request.client, request.priority, now_s)
         may_wait = self._holds and not at_once
         permitted_s = min(max_wait_s, self._config.max_wait_s)
         if may_wait:
@@ -120,7 +123,7 @@ class AdmissionQueue:
             # Rates differ slightly between replicas: requests of about the same length count too.
             # Otherwise a burst of equal prompts would all wait for the replica of the last one.
             about_s = decision.picked.busy_s * (1.0 + self._fleet.weights.alike_share)
-            ahead = self._queue.ahead_of(about_s, now_s)
+            ahead = self._queue.ahead_of(request.priority, about_s, now_s)
             if ahead.requests(decision.picked.computes_at.slot):
                 decision = self._scheduler.place(request, now_s, ahead)
         picked = decision.picked
@@ -138,7 +141,7 @@ class AdmissionQueue:
             raise _never_in_time(wait_s, permitted_s)
         if not may_wait or self._may_go(waiting, now_s):  # case 1
             return self._admit(decision, now_s)
-        if (displaced := self._queue.make_room(request.client)) is not None:
+        if (displaced := self._queue.make_room(request.client, request.priority)) is not None:
             self._displaced.append(displaced)
             self._ready_s = now_s
         if not self._queue.add(waiting):  # case 2
@@ -147,13 +150,13 @@ class AdmissionQueue:
         self._ready_s = min(self._ready_s, now_s + max(0.0, wait_s - waiting.may_wait_s))
         return waiting
 
-    def refuse_if_full(self, client: str | None, now_s: float) -> None:
+    def refuse_if_full(self, client: str | None, priority: Priority, now_s: float) -> None:
         """Raise `RateLimitedError` if a newcomer would find no place in the queue and have to wait.
 
         Much cheaper than a placing, and possible before a prompt is read: the more requests are
         refused, the less each may cost.
         """
-        if self._holds and not self._queue.has_place(client) and not self._free(now_s):
+        if self._holds and not self._queue.has_place(client, priority) and not self._free(now_s):
             raise self._full(now_s)
 
     def dispatch(self, now_s: float) -> Sequence[tuple[WaitingRequest, End]]:
@@ -208,7 +211,9 @@ class AdmissionQueue:
 
     def _place_again(self, waiting: WaitingRequest, now_s: float) -> End | None:
         """Place a request again: admit it, or note what it waits for and return None."""
-        ahead = self._queue.ahead_of(waiting.service_s, waiting.arrived_s, waiting.number)
+        ahead = self._queue.ahead_of(
+            *(waiting.request.priority, waiting.service_s, waiting.arrived_s, waiting.number)
+        )
         try:
             decision = self._scheduler.place(waiting.request, now_s, ahead)
         except Exception as error:  # noqa: BLE001  (its client gets it; those behind continue)
@@ -234,7 +239,8 @@ class AdmissionQueue:
         """Whether its replica can take a newcomer, and nobody before it waits for that replica."""
         if not self._is_ready(waiting, now_s):
             return False
-        return not self._queue.ahead_of(waiting.service_s, now_s).requests(waiting.replica.slot)
+        ahead = self._queue.ahead_of(waiting.request.priority, waiting.service_s, now_s)
+        return not ahead.requests(waiting.replica.slot)
 
     def _is_ready(self, waiting: WaitingRequest, now_s: float) -> bool:
         """Whether the request's replica can soon begin with it, or takes no requests."""
@@ -373,10 +379,10 @@ class AdmissionController:
             return 0.0
         return await self._no_replica.wait(model, among=among, max_wait_s=max_wait_s)
 
-    def refuse_if_full(self, client: str | None) -> None:
+    def refuse_if_full(self, client: str | None, priority: Priority) -> None:
         """Raise `RateLimitedError` if a newcomer would be refused, before its prompt is read."""
         if not self._closed:
-            self._queue.refuse_if_full(client, self._clock())
+            self._queue.refuse_if_full(client, priority, self._clock())
 
     async def admit(
         self, request: PlacementRequest, *, at_once: bool = False, max_wait_s: float = inf

@@ -26,6 +26,7 @@ from router.fleet.replica_queue import ReplicaQueue
 from router.index.holders import Depth, slots
 from router.index.prefix_index import PrefixIndex
 from router.index.prompt_keys import KeyShape, KvTier, PromptKeyCache, PromptKeys
+from router.priority import Priority
 from router.scheduling.scorer import (
     PickContext,
     ReservedWork,
@@ -322,6 +323,8 @@ class PlacementRequest:
     session: str | None = None
     client: str | None = None
     """Name of the client's key; None without keys."""
+    priority: Priority = Priority.NORMAL
+    """Its class, by which it waits."""
     bound_to: str | None = None
     """Id of the only replica that can answer."""
     exclude: Collection[str] = ()

@@ -13,9 +13,14 @@ from typing import Final
 
 from router.fleet.replica import Replica
 from router.fleet.replica_queue import NO_KV, KvNeed
+from router.priority import Priority
 from router.scheduling.request_scheduler import PlacementRequest
 from router.scheduling.scorer import ReservedWork
 
+_LONGEST_SHARES: Final = (0.2, 0.5, 0.25)
+"""By class (`Priority`), for how much waiting the longest service counts: a share of the time that
+requests may wait. The sum is below 1, so the worst place in the queue is made up for in that
+time."""
 _MOST_IN_PART: Final = 64
 """Requests of which the work is summed one by one: the square root of a long queue."""
 
@@ -113,27 +118,36 @@ def _service_s(part: Sequence[tuple[float, int, float]]) -> float:
 
 
 class WaitingQueue:
-    """Waiting requests, shortest first; waiting makes up for length. At most ``max_waiting``.
+    """At most ``max_waiting`` requests by class, shortest first; waiting makes up for both.
 
-    The order is that of ``service_s - ageing * waited_s``. All age alike, so two requests never
-    change places by waiting: the order is kept, not computed. No request starves: a service counts
-    as ``ageing * max_wait_s / 2`` at most. So only requests that arrive in the first half of the
-    time that it may wait can overtake it.
+    The order is that of ``class + service_s - ageing * waited_s``. All age alike, so two requests
+    never change places by waiting: the order is kept, not computed.
 
-    A client's key may hold the whole queue, until another key wants a place: then the last request
-    of the key that holds most makes room.
+    A class begins where the longest service of the better one ends: of requests that arrive
+    together, all of the better class go first. No request starves, because services are capped. A
+    ``normal`` one is overtaken only by ``normal`` ones that arrive in the first half of the time
+    that it may wait, and by ``high`` ones in the first 70% of it; a ``batch`` one by others in the
+    first 95% of it.
+
+    If the queue is full, a request of a worse class makes room for a better one: the last one of
+    the worst class. Within a class, a client's key may hold all places until another key wants one:
+    then the last request of the key that holds most makes room.
     """
 
     # Two sorted lists. Up to 1,000 requests they are 1.4 to 2.6 times faster than sortedcontainers'
     # SortedList for a change and 1.3 to 3.6 times faster for a full read
     # (docs/decisions/waiting-queue-sorted-lists.md).
 
-    def __init__(self, max_waiting: int, ageing: float, max_wait_s: float = inf) -> None:
+    def __init__(self, max_waiting: int, ageing: float, max_wait_s: float) -> None:
         """``ageing``: seconds of service that a second of waiting makes up for; above 0."""
         self._max_waiting = max_waiting
         self._ageing = ageing
-        self._longest_s = ageing * max_wait_s / 2
-        self._by_client: Counter[str | None] = Counter()
+        self._longest_s = [ageing * max_wait_s * share for share in _LONGEST_SHARES]
+        high_s, normal_s, _ = self._longest_s
+        self._begins_s = (-high_s, 0.0, normal_s)
+        """By class, what counts in addition to a request's service."""
+        self._by_client: list[Counter[str | None]] = [Counter() for _ in Priority]
+        """By class, how many requests each client has here."""
         self._by_slot: dict[int, WorkInOrder] = {}
         """By the slot of a replica, the requests that would go there."""
         self._first: dict[int, int] = {}
@@ -157,22 +171,35 @@ class WaitingQueue:
         """Whether every place is taken."""
         return len(self) >= self._max_waiting
 
-    def has_place(self, client: str | None) -> bool:
-        """Whether a request of a client would find a place, if need be that of another client."""
-        return not self.is_full or self._greediest(client) is not None
+    def has_place(self, client: str | None, priority: Priority) -> bool:
+        """Whether a request of a client would find a place, if need be that of another one."""
+        return not self.is_full or self._yielding(client, priority) is not None
 
-    def make_room(self, client: str | None) -> WaitingRequest | None:
+    def make_room(self, client: str | None, priority: Priority) -> WaitingRequest | None:
         """Remove and return the request that makes room in a full queue, if one has to."""
-        if not self.is_full or (greedy := self._greediest(client)) is None:
+        if not self.is_full or (yielding := self._yielding(client, priority)) is None:
             return None
-        last = next(each for *_, each in reversed(self._order) if each.request.client == greedy[0])
+        last = next(
+            each
+            for *_, each in reversed(self._order)
+            if (each.request.priority, each.request.client) == yielding
+        )
         self.remove(last)
         return last
 
-    def _greediest(self, client: str | None) -> tuple[str | None] | None:
-        """Return the client that holds most places, if that is more than this one would hold."""
-        ((greedy, places),) = self._by_client.most_common(1) or [(None, 0)]
-        return (greedy,) if places > self._by_client[client] + 1 else None
+    def _yielding(
+        self, client: str | None, priority: Priority
+    ) -> tuple[Priority, str | None] | None:
+        """Return the class and the client of which a request would make room for a new one.
+
+        In the worst class that waits, it is the client that holds most places. In the class of the
+        new request itself, only if that is more than the new one's client would hold.
+        """
+        worst = max(each for each in Priority if self._by_client[each] or each is priority)
+        if not (places := self._by_client[worst]):
+            return None
+        ((greedy, most),) = places.most_common(1)
+        return (worst, greedy) if worst > priority or most > places[client] + 1 else None
 
     def add(self, waiting: WaitingRequest) -> bool:
         """Add a request; return False, and change nothing, if the queue is full."""
@@ -191,12 +218,14 @@ class WaitingQueue:
         """Whether a request's work counts: the first of those with its prompt."""
         return waiting.prompt is None or self._first.get(waiting.prompt) == waiting.number
 
-    def ahead_of(self, service_s: float, arrived_s: float, number: int = 0) -> "WorkAhead":
-        """Return the work that goes before a request of this service, arrival and number.
+    def ahead_of(
+        self, priority: Priority, service_s: float, arrived_s: float, number: int = 0
+    ) -> "WorkAhead":
+        """Return the work that goes before a request of this class, service, arrival and number.
 
         It is read from the queue when it is asked for: use it before the queue changes.
         """
-        return WorkAhead(self._by_slot, (self._key(service_s, arrived_s), number))
+        return WorkAhead(self._by_slot, (self._key(priority, service_s, arrived_s), number))
 
     def revalue(self, waiting: WaitingRequest, service_s: float, replica: Replica) -> None:
         """Move a request to another service time and replica; nothing if it does not wait."""
@@ -206,13 +235,13 @@ class WaitingQueue:
 
     def remove(self, waiting: WaitingRequest) -> bool:
         """Remove a request; return whether it still waited."""
-        key = self._key(waiting.service_s, waiting.arrived_s)
+        key = self._key_of(waiting)
         if not _take(self._order, key, waiting):
             return False
-        client = waiting.request.client
-        self._by_client[client] -= 1
-        if not self._by_client[client]:
-            del self._by_client[client]
+        places, client = self._by_client[waiting.request.priority], waiting.request.client
+        places[client] -= 1
+        if not places[client]:
+            del places[client]
         if waiting.prompt is not None and self._first.get(waiting.prompt) == waiting.number:
             del self._first[waiting.prompt]
         slot = waiting.replica.slot
@@ -235,7 +264,9 @@ class WaitingQueue:
         assert self._deadlines == sorted(self._deadlines)
         assert {each for *_, each in self._order} == {each for *_, each in self._deadlines}
         assert len(self) == len(self._deadlines) <= self._max_waiting
-        assert self._by_client == Counter(each.request.client for *_, each in self._order)
+        for priority, places in zip(Priority, self._by_client, strict=True):
+            of_class = [each for *_, each in self._order if each.request.priority is priority]
+            assert places == Counter(each.request.client for each in of_class)
         by_slot = Counter(each.replica.slot for *_, each in self._order)
         assert {slot: len(work) for slot, work in self._by_slot.items()} == by_slot
         numbers = {each.number for *_, each in self._order}
@@ -243,12 +274,16 @@ class WaitingQueue:
         for work in self._by_slot.values():
             work.check()
 
-    def _key(self, service_s: float, arrived_s: float) -> float:
-        return min(service_s, self._longest_s) + self._ageing * arrived_s
+    def _key(self, priority: Priority, service_s: float, arrived_s: float) -> float:
+        counted_s = self._begins_s[priority] + min(service_s, self._longest_s[priority])
+        return counted_s + self._ageing * arrived_s
+
+    def _key_of(self, waiting: WaitingRequest) -> float:
+        return self._key(waiting.request.priority, waiting.service_s, waiting.arrived_s)
 
     def _insert(self, waiting: WaitingRequest) -> None:
-        key = self._key(waiting.service_s, waiting.arrived_s)
-        self._by_client[waiting.request.client] += 1
+        key = self._key_of(waiting)
+        self._by_client[waiting.request.priority][waiting.request.client] += 1
         work = self._by_slot.setdefault(waiting.replica.slot, WorkInOrder())
         is_first = waiting.prompt is None or waiting.number == self._first.setdefault(
             waiting.prompt, waiting.number

@@ -749,3 +749,22 @@ async def test_an_operators_own_settings_are_merged_in(
         assert answer.status == 413
     envoy.terminate()
     assert f"POST {CHAT} HTTP/1.1" in log.read_text()
+
+
+@pytest.mark.parametrize("change", [as_it_is, by_parts])
+@pytest.mark.parametrize("numbers", [False, True])
+async def test_vllm_gets_the_pickers_priority_instead_of_the_clients(
+    gateway: Gateway, client: aiohttp.ClientSession, change: Change, numbers: bool
+) -> None:
+    """The header goes before the number in the body, which the gateway does not change."""
+    admission = AdmissionConfig(replica_priorities=numbers, keyless_priority="batch")
+    picker, _ = await gateway.both(change, admission=admission)
+    gateway.one.will(json_answer(CHAT_ANSWER))
+    gateway.two.will(json_answer(CHAT_ANSWER))
+    for body in (chat(priority=-7), chat()):
+        async with client.post(
+            picker.url + CHAT, json=body, headers={"x-vllm-priority": "-9"}
+        ) as answer:
+            assert answer.status == 200, await answer.text()
+    seen = [*gateway.one.seen, *gateway.two.seen]
+    assert [each.headers["x-vllm-priority"] for each in seen] == ["1" if numbers else "0"] * 2

@@ -15,6 +15,7 @@ from router.config.settings import (
 from router.fleet.decision import Decision
 from router.fleet.fleet import Fleet
 from router.index.prompt_keys import PromptKeyCache
+from router.priority import Priority
 from router.scheduling.admission import AdmissionQueue, Admitted
 from router.scheduling.request_scheduler import PlacementRequest, RequestScheduler
 from router.scheduling.scorer import ReservedWork
@@ -122,6 +123,7 @@ class Driver:
         model: str | None = None,
         client: str | None = None,
         streamed: bool = True,
+        priority: Priority = Priority.NORMAL,
     ) -> bool:
         """Let a request arrive; return whether it is admitted.
 
@@ -137,6 +139,7 @@ class Driver:
             session=session,
             client=client,
             streamed=streamed,
+            priority=priority,
         )
         end = self.queue.arrive(request, now_s, at_once=at_once, max_wait_s=max_wait_s)
         if isinstance(end, Admitted):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from router.fleet.cost_model import CostPart
 from router.fleet.fleet import Fleet
 from router.index.prompt_keys import PromptKeyCache
+from router.priority import Priority
 from router.scheduling.request_scheduler import PlacementRequest
 from router.scheduling.waiting_queue import WaitingRequest
 from tests.router.fleet.helpers import chunks, info
@@ -226,7 +227,7 @@ def test_a_full_queue_refuses_without_a_placing() -> None:
             driver.ask("c", 5.0)
     assert driver.scheduler.placings == placings
     with pytest.raises(RateLimitedError):
-        driver.queue.refuse_if_full(None, 0.0)
+        driver.queue.refuse_if_full(None, Priority.NORMAL, 0.0)
     assert driver.ask("d", 5.0, at_once=True)
 
 
@@ -244,7 +245,7 @@ def test_a_full_queue_refuses_nobody_who_need_not_wait() -> None:
     driver.answer("a", 1.0)
     driver.admitted["a"].ticket.finish(1.0, ok=True)
     assert idle.queue.wait_s(1.0) == 0.0
-    driver.queue.refuse_if_full(None, 1.0)
+    driver.queue.refuse_if_full(None, Priority.NORMAL, 1.0)
 
 
 def test_the_key_that_holds_most_places_makes_room_for_others() -> None:
@@ -261,6 +262,41 @@ def test_the_key_that_holds_most_places_makes_room_for_others() -> None:
     assert isinstance(refusal, RateLimitedError) and refusal.cause == "full"
     with pytest.raises(RateLimitedError):
         driver.ask("g", 5.0, client="other")
+
+
+def test_a_better_class_goes_first_and_a_newcomer_of_it_waits_for_no_other() -> None:
+    driver = Driver(make_learned_fleet())
+    driver.ask("a", 5.0)
+    assert not driver.ask("b", 0.5, priority=Priority.BATCH)
+    assert not driver.ask("n", 2.0)
+    assert not driver.ask("h", 3.0, priority=Priority.HIGH)
+    driver.answer("a", 1.0)
+    assert driver.dispatch(1.0) == "h"
+    driver.answer("h", 4.0)
+    assert driver.ask("g", 1.0, 4.0, priority=Priority.HIGH), "n and b wait, and h is done"
+    driver.answer("g", 5.0)
+    assert driver.dispatch(5.0) == "n"
+    driver.answer("n", 7.0)
+    assert driver.dispatch(7.0) == "b"
+
+
+def test_a_full_queue_makes_room_for_a_better_class() -> None:
+    """Whichever key asks; and none of a better class makes room for a worse one."""
+    driver = Driver(make_learned_fleet(max_waiting=2))
+    driver.ask("a", 10.0)
+    driver.ask("b", 1.0, client="two", priority=Priority.BATCH)
+    driver.ask("c", 2.0, client="two", priority=Priority.BATCH)
+    assert not driver.ask("n", 5.0, client="one")
+    driver.dispatch(0.01)
+    assert set(driver.refused) == {"c"}, "the last one of the worst class"
+    assert not driver.ask("h", 5.0, client="one", priority=Priority.HIGH)
+    driver.dispatch(0.02)
+    assert set(driver.refused) == {"b", "c"} and set(driver.waiting) == {"n", "h"}
+    with pytest.raises(RateLimitedError):
+        driver.ask("d", 0.1, client="two", priority=Priority.BATCH)
+    with pytest.raises(RateLimitedError):
+        driver.ask("e", 0.1, client="two")
+    driver.queue.refuse_if_full("two", Priority.HIGH, 0.03)
 
 
 def test_a_full_queue() -> None:

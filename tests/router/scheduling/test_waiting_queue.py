@@ -9,6 +9,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from router.fleet.replica import Replica
 from router.index.prompt_keys import PromptKeyCache
+from router.priority import Priority
 from router.scheduling.request_scheduler import PlacementRequest
 from router.scheduling.waiting_queue import WaitingQueue, WaitingRequest
 from tests.router.fleet.helpers import candidate
@@ -18,8 +19,12 @@ SECONDS = st.floats(min_value=0.01, max_value=100.0)
 AGEING = st.floats(min_value=0.05, max_value=5.0)
 
 
+LONG_S = 1e4
+"""Longer than any request here waits or takes."""
+
+
 def queue(max_waiting: int = 100, ageing: float = 0.5) -> WaitingQueue:
-    return WaitingQueue(max_waiting, ageing)
+    return WaitingQueue(max_waiting, ageing, LONG_S)
 
 
 def waiting_request(
@@ -30,10 +35,11 @@ def waiting_request(
     *,
     replica: Replica | None = None,
     prompt: int | None = None,
+    priority: Priority = Priority.NORMAL,
 ) -> WaitingRequest:
     """Return a request whose session is its name."""
     return WaitingRequest(
-        request=PlacementRequest(keys=PromptKeyCache(None), session=name),
+        request=PlacementRequest(keys=PromptKeyCache(None), session=name, priority=priority),
         arrived_s=now_s,
         deadline_s=deadline_s,
         service_s=service_s,
@@ -71,7 +77,7 @@ def test_the_work_ahead_is_the_sum_of_those_before(
     waiting.check()
     now_s = len(asks) / 10
     for service_s in newcomers:
-        ahead = waiting.ahead_of(service_s, now_s)
+        ahead = waiting.ahead_of(Priority.NORMAL, service_s, now_s)
         key = service_s + 0.5 * now_s
         before = [
             each for each in waiting.in_order() if each.service_s + 0.5 * each.arrived_s < key
@@ -90,8 +96,9 @@ def offer(
     deadline_s: float = 60.0,
     *,
     replica: Replica | None = None,
+    priority: Priority = Priority.NORMAL,
 ) -> WaitingRequest:
-    made = waiting_request(name, service_s, now_s, deadline_s, replica=replica)
+    made = waiting_request(name, service_s, now_s, deadline_s, replica=replica, priority=priority)
     assert to.add(made)
     return made
 
@@ -120,7 +127,7 @@ def test_waiting_makes_up_for_service() -> None:
     offer(waiting, "s", 1.0, now_s=3.9)
     offer(waiting, "t", 1.0, now_s=4.1)
     assert order(waiting) == "slt"
-    ahead = waiting.ahead_of(1.0, 4.05)
+    ahead = waiting.ahead_of(Priority.NORMAL, 1.0, 4.05)
     assert (ahead.requests(0), ahead.work_s(0), ahead.requests(1)) == (2, 4.0, 0)
 
 
@@ -130,6 +137,46 @@ def test_a_long_one_is_passed_for_half_of_its_permitted_wait_at_most() -> None:
     for number in range(600):
         offer(waiting, "s", 0.2, now_s=number / 10)
     assert order(waiting).index("l") <= 300
+
+
+@given(
+    asks=st.lists(st.tuples(SECONDS, st.sampled_from(Priority)), max_size=60),
+    newcomer=st.sampled_from(Priority),
+)
+def test_of_those_that_come_together_the_better_class_goes_first(
+    asks: list[tuple[float, Priority]], newcomer: Priority
+) -> None:
+    """However long its requests and however short the others are."""
+    waiting = WaitingQueue(100, 0.5, 60.0)
+    for service_s, priority in asks:
+        offer(waiting, "x", service_s, priority=priority)
+    classes = [each.request.priority for each in waiting.in_order()]
+    assert classes == sorted(classes)
+    replica = candidate("r").replica
+    ahead = waiting.ahead_of(newcomer, 0.001, 0.0).requests(replica.slot)
+    assert ahead == sum(each < newcomer for each in classes), "all others here are longer"
+
+
+@pytest.mark.parametrize("service_s", [0.2, 44.0])
+@pytest.mark.parametrize(
+    ("priority", "passed_by", "longest_s"),
+    [
+        (Priority.BATCH, Priority.HIGH, 57.0),
+        (Priority.BATCH, Priority.NORMAL, 45.0),
+        (Priority.NORMAL, Priority.HIGH, 42.0),
+    ],
+)
+def test_a_better_class_passes_for_a_part_of_the_permitted_wait(
+    priority: Priority, passed_by: Priority, longest_s: float, service_s: float
+) -> None:
+    waiting = WaitingQueue(10_000, 0.5, 60.0)
+    offer(waiting, "w", service_s, priority=priority)
+    for number in range(601):
+        offer(waiting, "b", 0.2, now_s=number / 10, priority=passed_by)
+    place = order(waiting).index("w")
+    assert place <= longest_s * 10
+    if service_s > longest_s / 2:
+        assert place >= longest_s * 10 - 5, "the longest one is passed for about that time"
 
 
 def test_a_full_line_takes_nobody() -> None:
@@ -169,14 +216,24 @@ class Orders(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = WaitingQueue(8, 0.5)
+        self.queue = WaitingQueue(8, 0.5, LONG_S)
         self.model: list[WaitingRequest] = []
         self.now_s = 0.0
 
-    @rule(target=entries, service_s=SECONDS, patience_s=SECONDS, later_s=SECONDS)
-    def offer(self, service_s: float, patience_s: float, later_s: float) -> WaitingRequest | None:
+    @rule(
+        target=entries,
+        service_s=SECONDS,
+        patience_s=SECONDS,
+        later_s=SECONDS,
+        priority=st.sampled_from(Priority),
+    )
+    def offer(
+        self, service_s: float, patience_s: float, later_s: float, priority: Priority
+    ) -> WaitingRequest | None:
         self.now_s += later_s
-        entry = waiting_request("x", service_s, self.now_s, self.now_s + patience_s)
+        entry = waiting_request(
+            "x", service_s, self.now_s, self.now_s + patience_s, priority=priority
+        )
         is_in = self.queue.add(entry)
         assert is_in == (len(self.model) < 8)
         if is_in:
@@ -203,8 +260,14 @@ class Orders(RuleBasedStateMachine):
     @invariant()
     def is_in_order(self) -> None:
         self.queue.check()
+        begins_s = {Priority.HIGH: -0.1 * LONG_S, Priority.NORMAL: 0.0}
+        begins_s[Priority.BATCH] = 0.25 * LONG_S
         expected = sorted(
-            self.model, key=lambda each: (each.service_s + 0.5 * each.arrived_s, each.number)
+            self.model,
+            key=lambda each: (
+                begins_s[each.request.priority] + each.service_s + 0.5 * each.arrived_s,
+                each.number,
+            ),
         )
         assert list(self.queue.in_order()) == expected
 
@@ -275,10 +338,10 @@ def test_a_prompt_that_many_wait_for_is_work_once() -> None:
 
     def ahead_s() -> float:
         waiting.check()
-        return waiting.ahead_of(6.0, 1.0).work_s(replica.slot)
+        return waiting.ahead_of(Priority.NORMAL, 6.0, 1.0).work_s(replica.slot)
 
     assert ahead_s() == 18.0
-    assert waiting.ahead_of(6.0, 1.0).requests(replica.slot) == 22
+    assert waiting.ahead_of(Priority.NORMAL, 6.0, 1.0).requests(replica.slot) == 22
     waiting.revalue(equal[0], 5.0, replica)
     assert ahead_s() == 17.0
     waiting.remove(equal[0])  # the replica has it now
