@@ -4,7 +4,7 @@
 explains the formula of `Candidate.score_s`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
@@ -54,6 +54,8 @@ class Prefiller:
     pull_bytes: float
     waiting: int = 0
     """Requests there, or reserved for it, without a first token yet."""
+    second_legs_s: Sequence[float] = ()
+    """As `Candidate.second_legs_s`."""
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen: many are made for each decision
@@ -76,6 +78,10 @@ class Candidate:
     prefiller: Prefiller | None = None
     waiting: int = 0
     """Requests at the replica, or reserved for it, without a first token yet."""
+    second_legs_s: Sequence[float] = ()
+    """Those of them that other replicas prefill now: seconds until each can be pulled."""
+    pairs_up: bool = False
+    """Whether another replica may prefill the prompt."""
     busy_share: float = 0.0
     """Share of all replicas' time that recent requests took; above 1 the load exceeds the capacity.
     Not the replica's own share: what made it busy waits there and counts already, and a prompt
@@ -172,8 +178,21 @@ class Candidate:
         This is the number that waits there now, or the mean queue length ``r / (1 - r)`` of a
         server that is busy for a share r of its time (M/M/1), whichever is larger, within
         `CostWeights.least_behind` and `CostWeights.most_behind`.
+
+        Where another replica may prefill the prompt, it is the sum of both: while those before it
+        are computed, as many come as wait now. By the larger number, prefills waited where few
+        answers run while other replicas had time for them.
         """
-        return self._behind(self.busy_share, self.waiting, weights)
+        return self._behind_prefill(self.waiting, self.second_legs_s, weights)
+
+    def _behind_prefill(
+        self, waiting: int, second_legs_s: Sequence[float], weights: CostWeights
+    ) -> float:
+        """Return `behind` for a replica; what waits to be pulled counts by its time."""
+        waiting -= len(second_legs_s)
+        usual = _usual(self.busy_share)
+        expected = usual + waiting if self.pairs_up else max(usual, waiting)
+        return min(weights.most_behind, max(weights.least_behind, expected))
 
     def behind_fetch(self, weights: CostWeights) -> float:
         """Return how many requests are expected to wait behind what this one fetches.
@@ -181,12 +200,8 @@ class Candidate:
         Only the replica's own share counts, if that is the lower one. Otherwise a busy fleet would
         never copy KV to a replica that has none, however idle it is.
         """
-        return self._behind(min(self.busy_share, self.own_share), self.waiting, weights)
-
-    @staticmethod
-    def _behind(share: float, waiting: int, weights: CostWeights) -> float:
-        usual = share / (1.0 - share) if share < 1.0 else inf
-        return min(weights.most_behind, max(weights.least_behind, usual, waiting))
+        usual = _usual(min(self.busy_share, self.own_share))
+        return min(weights.most_behind, max(weights.least_behind, usual, self.waiting))
 
     def others_s(self, weights: CostWeights) -> float:
         """Return what the request costs others: its time, for each request behind it.
@@ -198,8 +213,10 @@ class Candidate:
         behind = self.behind(weights)
         fetch_s = self.cost.fetch_s + self.cost.pull_s
         own_s = behind * self.cost.busy_s + self.behind_fetch(weights) * fetch_s
+        own_s += _late_s(self.cost, self.second_legs_s)
         if (there := self.prefiller) is not None:
-            own_s += self._behind(self.busy_share, there.waiting, weights) * there.cost.busy_s
+            behind_there = self._behind_prefill(there.waiting, there.second_legs_s, weights)
+            own_s += behind_there * there.cost.busy_s + _late_s(there.cost, there.second_legs_s)
         return own_s + (1.0 + behind) * self.beyond_home_s
 
     def score_s(self, weights: CostWeights) -> float:
@@ -213,6 +230,20 @@ class Candidate:
             return ()
         runs = (run for run in self.runs if run.tier in SLOW_TIERS)
         return self.keys.chunks(runs)[: -(-self.slow_tokens // self.keys.chunk_tokens)]
+
+
+def _usual(share: float) -> float:
+    """Return the mean queue of a server that is busy for a share of its time (M/M/1)."""
+    return share / (1.0 - share) if share < 1.0 else inf
+
+
+def _late_s(cost: Cost, second_legs_s: Sequence[float]) -> float:
+    """Return by how long a prefill delays second legs, in total.
+
+    One that comes before the prefill's end waits for it: until then vLLM admits no request.
+    """
+    end_s = cost.queue_s + cost.busy_s
+    return sum(min(cost.busy_s, max(0.0, end_s - each)) for each in second_legs_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from typing import Final
 from router.config.cost_weights import CostWeights
 from router.fleet.cost_model import CostPart
 from router.fleet.decision import Decision
+from router.fleet.replica import SecondLeg
 from router.fleet.replicas import Replicas
 from router.fleet.sessions import Sessions
 from router.index.prefix_index import PrefixIndex, SpeculativeEntry
@@ -156,8 +157,10 @@ class Ticket:
         self.phase = Phase.FETCHING
         self._staged_tokens = decision.staged_tokens
         replica.staged_tokens += self._staged_tokens
-        self._incoming_tokens = 0 if picked.prefiller is None else decision.prompt_tokens
-        replica.incoming_tokens += self._incoming_tokens
+        if picked.prefiller is not None:
+            replica.second_legs[self._number] = SecondLeg(
+                decision.prompt_tokens, due_s=now_s + picked.work.prefilled_s
+            )
         if self._cost.fetch_s:
             # Staged or not: a replica reads one request's KV after the other's.
             self._ready_s = replica.fetch(self._cost.fetch_s, now_s)
@@ -289,7 +292,7 @@ class Ticket:
         replica = self.replica
         if before is Phase.FETCHING:
             replica.fetching -= 1
-            replica.incoming_tokens -= self._incoming_tokens
+            replica.second_legs.pop(self._number, None)
         if before in _WAITING and after not in _WAITING:
             replica.waiting -= 1
             replica.staged_tokens -= self._staged_tokens

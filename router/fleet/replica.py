@@ -93,6 +93,15 @@ TRANSITIONS: Final[Mapping[tuple[ReplicaState, Signal], ReplicaState]] = Mapping
 """The next state; a pair that is not listed changes nothing."""
 
 
+@dataclass(frozen=True, slots=True)
+class SecondLeg:
+    """A request whose prompt another replica prefills now; it will be sent here then."""
+
+    prompt_tokens: int
+    due_s: float
+    """When the prompt should be prefilled."""
+
+
 @dataclass(eq=False, kw_only=True)
 class Replica:
     """One replica: its configuration, state, tiers, rates and load."""
@@ -183,8 +192,8 @@ class Replica:
     """Requests in flight without a first token."""
     fetching: int = 0
     """Those of them whose KV is being brought to its CPU RAM."""
-    incoming_tokens: int = 0
-    """Tokens of prompts that other replicas prefill for it now: their KV will take its memory."""
+    second_legs: dict[int, SecondLeg] = field(default_factory=dict)
+    """Requests whose prompts other replicas prefill for it now, by their numbers."""
     decoding: int = 0
     """Requests in flight after their first token."""
     context_tokens: int = 0
@@ -225,6 +234,11 @@ class Replica:
     def in_flight(self) -> int:
         """Requests of this router in flight there."""
         return self.waiting + self.decoding
+
+    @property
+    def incoming_tokens(self) -> int:
+        """Tokens of prompts that others prefill for it now: their KV will take its memory."""
+        return sum(each.prompt_tokens for each in self.second_legs.values())
 
     @property
     def is_removed(self) -> bool:

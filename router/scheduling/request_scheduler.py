@@ -383,6 +383,8 @@ class RequestScheduler:
             if config.policy != "ttft":
                 foreseen = _pick_without_costs(matches, config.policy, context)
             scored = matches.shortlist(affinity, home if foreseen is None else foreseen[0], now_s)
+        may_split = request.may_split and config.policy == "ttft"
+        able = [each for each in scored if may_split and each.nixl_role in PREFILLING_ROLES]
         scorer = Scorer(
             fleet.index,
             keys.prompt_tokens,
@@ -392,6 +394,7 @@ class RequestScheduler:
             busy_share=fleet.busy_share(now_s),
             output_tokens=request.output_tokens or weights.output_tokens,
             now_s=now_s,
+            pairs_up=bool(able),
         )
         candidates = tuple(
             scorer.best(each, matches.keys(each), matches.depth(each).gpu_blocks) for each in scored
@@ -401,9 +404,10 @@ class RequestScheduler:
         for each in candidates:
             each.beyond_home_s = max(0.0, each.work_s - home_work_s)
         begin_in_s = request.begin_by_s - now_s
-        if request.may_split and config.policy == "ttft":
+        if able:
             candidates = _split(
                 candidates,
+                able,
                 scorer,
                 matches,
                 home_work_s=home_work_s,
@@ -443,6 +447,7 @@ class RequestScheduler:
 
 def _split(
     candidates: Sequence[Candidate],
+    able: Sequence[Replica],
     scorer: Scorer,
     matches: PrefixMatches,
     *,
@@ -452,11 +457,9 @@ def _split(
 ) -> tuple[Candidate, ...]:
     """Return the candidates, each with another replica's prefill where that has a lower score.
 
-    What begins within ``begin_in_s`` goes before what does not.
+    ``able`` are the replicas that may prefill for others. What begins within ``begin_in_s`` goes
+    before what does not.
     """
-    able = [each.replica for each in candidates if each.replica.nixl_role in PREFILLING_ROLES]
-    if not able:
-        return tuple(candidates)
     firsts = scorer.prefillers(
         [(each, matches.keys(each), matches.depth(each).gpu_blocks) for each in able]
     )

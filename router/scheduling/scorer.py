@@ -54,6 +54,7 @@ class Scorer:
     ``sources`` are replicas that hold much of the prompt, each with its number of blocks: others
     may copy from them what they lack. ``reserved`` is work that goes to replicas before this
     prompt. ``busy_share`` is the fleet's, ``output_tokens`` the expected length of the answer.
+    ``pairs_up``: whether one replica may prefill the prompt for another.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Scorer:
         busy_share: float,
         output_tokens: float,
         now_s: float,
+        pairs_up: bool = False,
     ) -> None:
         self._index = index
         self._prompt_tokens = prompt_tokens
@@ -76,6 +78,7 @@ class Scorer:
         self._busy_share = busy_share
         self._output_tokens = output_tokens
         self._now_s = now_s
+        self._pairs_up = pairs_up
         self._needed: tuple[PromptKeys, KvNeed] | None = None
 
     def best(self, replica: Replica, keys: PromptKeys, gpu_blocks: int) -> Candidate:
@@ -148,6 +151,7 @@ class Scorer:
                 cost=first.cost,
                 pull_bytes=work.pull_bytes,
                 waiting=first.waiting,
+                second_legs_s=first.second_legs_s,
             ),
         )
 
@@ -198,6 +202,8 @@ class Scorer:
             waiting=replica.waiting
             + replica.others_waiting
             + self._reserved.requests(replica.slot),
+            second_legs_s=[each.due_s - self._now_s for each in replica.second_legs.values()],
+            pairs_up=self._pairs_up,
             busy_share=self._busy_share,
             own_share=replica.recent.share(self._now_s),
             output_tokens=self._output_tokens,

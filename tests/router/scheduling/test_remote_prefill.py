@@ -155,13 +155,37 @@ def test_one_function_scores_both_and_the_harm_is_where_it_is_done() -> None:
     there = picked.prefiller
     assert there is not None
     base_s = score_s(picked)
+    behind = 9 - DEFAULT_WEIGHTS.least_behind  # those before it and the usual ones are added
     busier = replace(picked, prefiller=replace(there, waiting=9))
-    least = DEFAULT_WEIGHTS.least_behind
-    behind = max(least, picked.behind(DEFAULT_WEIGHTS))
-    assert score_s(busier) - base_s == pytest.approx((9 - behind) * there.cost.busy_s, rel=0.05)
+    assert score_s(busier) - base_s == pytest.approx(behind * there.cost.busy_s)
     writing = replace(picked, prefiller=replace(there, work=replace(there.work, decoding=3)))
     slowed_s = 3 * there.cost.prefill_s / DEFAULT_WEIGHTS.first_token_weight
     assert score_s(writing) - base_s == pytest.approx(slowed_s)
+
+
+def test_a_prefill_counts_the_second_legs_that_it_delays() -> None:
+    """A second leg that comes after its end does not wait, one that comes before waits so long."""
+    fleet = make_fleet()
+    ticket = fleet.start(split(fleet), 0.0)  # r1 gets its KV after about 6.4 s
+    second = fleet.replicas["r1"]
+
+    def delayed_s(prompt_tokens: int) -> float:
+        (at_r1,) = place(fleet, tokens(prompt_tokens, start=10**6), among=("r1",)).candidates
+        with_none = replace(at_r1, second_legs_s=(), waiting=at_r1.waiting - 1)
+        return at_r1.score_s(DEFAULT_WEIGHTS) - with_none.score_s(DEFAULT_WEIGHTS)
+
+    (leg,) = second.second_legs.values()
+    due_s = leg.due_s
+    assert due_s == pytest.approx(6.4, rel=0.2)
+    assert delayed_s(1600) == 0.0, "it ends before"
+    longer = place(fleet, tokens(9600, start=10**6), among=("r1",)).picked
+    assert longer.cost.busy_s > due_s + 1.0
+    assert delayed_s(9600) == pytest.approx(longer.cost.busy_s - due_s)
+    ticket.pulls(5.0)
+    assert not second.second_legs
+    ticket.finish(8.0, ok=False)
+    fleet.start(split(fleet), 0.0).finish(1.0, ok=False)
+    assert not second.second_legs, "also if it is given up"
 
 
 def test_only_the_best_few_prefillers_are_paired() -> None:
