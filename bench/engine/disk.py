@@ -31,6 +31,10 @@ _MOST_CPU: Final = 1.5
 class Disk(Protocol):
     """Something that writes chunks to files and reads them back, always the same number."""
 
+    @property
+    def memory(self) -> memoryview:
+        """The chunks, one after the other."""
+
     def new_keys(self) -> None:
         """Choose keys that were never used."""
 
@@ -83,10 +87,11 @@ class DiskRig:
     measured instead.
     """
 
-    def __init__(self, root: Path, chunks: int, chunk_bytes: int, *, capacity_chunks: int) -> None:
-        self.chunks = chunks
-        self.moved_bytes = chunks * chunk_bytes
-        memory, self.rows = _memory(chunks, chunk_bytes)
+    def __init__(
+        self, root: Path, chunk_bytes: int, memory: memoryview, *, capacity_chunks: int
+    ) -> None:
+        self.chunks = chunks = len(memory) // chunk_bytes
+        self.moved_bytes = len(memory)
         self._tier = WatchedTier(root, chunk_bytes, capacity_chunks)
         self._engine = CacheEngine(
             EngineConfig(put_queue_share=1.0),
@@ -132,11 +137,12 @@ class DiskRig:
 class DirectFiles:
     """A file for each chunk, opened with O_DIRECT, in one call; nothing else."""
 
-    def __init__(self, root: Path, chunks: int, chunk_bytes: int) -> None:
+    def __init__(self, root: Path, chunk_bytes: int, memory: memoryview) -> None:
         root.mkdir(parents=True)
         self._root = root
-        self._chunk_bytes = chunk_bytes
-        self._memory, self._rows = _memory(chunks, chunk_bytes)
+        self.memory = memory
+        starts = range(0, len(memory), chunk_bytes)
+        self._rows = [memory[start : start + chunk_bytes] for start in starts]
         self._round = 0
 
     def new_keys(self) -> None:
@@ -167,34 +173,39 @@ class DirectFiles:
             thread.start()
         for thread in threads:
             thread.join()
-        if sum(moved) != len(self._rows) * self._chunk_bytes:
+        if sum(moved) != len(self.memory):
             raise BenchError("plain files were cut short; is the disk full?")
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Release the memory, so that its owner can unmap it."""
+        for row in self._rows:
+            row.release()
 
 
-def _memory(chunks: int, chunk_bytes: int) -> tuple[mmap.mmap, list[memoryview]]:
-    """Return memory, and the rows in it. Not zeros: a device may compress."""
-    memory = mmap.mmap(-1, chunks * chunk_bytes)
-    for start in range(0, len(memory), MIB):
-        piece = random.Random(start).randbytes(min(MIB, len(memory) - start))
+def random_memory(size_bytes: int) -> memoryview:
+    """Return memory that is not zeros: a device may compress."""
+    memory = mmap.mmap(-1, size_bytes)
+    for start in range(0, size_bytes, MIB):
+        piece = random.Random(start).randbytes(min(MIB, size_bytes - start))
         memory[start : start + len(piece)] = piece
-    view = memoryview(memory)
-    return memory, [view[at : at + chunk_bytes] for at in range(0, len(memory), chunk_bytes)]
+    return memoryview(memory)
 
 
 def disk(root: Path, chunks: int, chunk_bytes: int, rounds: int) -> Iterator[Case]:
     """Measure puts and cold gets of N chunks at once; leaves the bytes of every round there.
 
     ``root`` need not exist yet. vLLM's tiering is left out, saying so, where it is not installed.
+
+    All use the same memory. A device moves more bytes at once where pages follow one another in
+    physical memory. With memory of their own, the rival that allocated last was the fastest.
     """
     of = f"{chunks} x {size(chunk_bytes)}"
     enough = (2 * rounds + 3) * chunks
-    rig = DiskRig(root / "ours", chunks, chunk_bytes, capacity_chunks=enough)
-    full = DiskRig(root / "full", chunks, chunk_bytes, capacity_chunks=chunks)
-    plain = DirectFiles(root / "plain", chunks, chunk_bytes)
     vllm = _vllm(root / "vllm", chunks, chunk_bytes)
+    memory = random_memory(chunks * chunk_bytes) if vllm is None else vllm.memory
+    rig = DiskRig(root / "ours", chunk_bytes, memory, capacity_chunks=enough)
+    full = DiskRig(root / "full", chunk_bytes, memory, capacity_chunks=chunks)
+    plain = DirectFiles(root / "plain", chunk_bytes, memory)
     try:
         if vllm is not None:
             yield from _compared(rig, vllm, f"{of}, vLLM's tiering", rounds, least_ratio=1.0)

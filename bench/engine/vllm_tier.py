@@ -37,7 +37,8 @@ class VllmTier:
         spec = TieringOffloadingSpec(_config(root, chunks, chunk_bytes))
         self._manager = spec.get_manager()
         (self._tier,) = self._manager.secondary_tiers
-        memory = np.frombuffer(self._tier._primary_kv_view.cast("B"), dtype=np.uint8)
+        self.memory: memoryview = self._tier._primary_kv_view.cast("B")
+        memory = np.frombuffer(self.memory, dtype=np.uint8)
         generator = np.random.default_rng(0)
         for start in range(0, len(memory), 1 << 20):
             piece = memory[start : start + (1 << 20)]
@@ -69,6 +70,7 @@ class VllmTier:
 
     def close(self) -> None:
         """End its threads and free its memory."""
+        self.memory.release()
         self._manager.shutdown()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from bench.engine import __main__ as bench
 from bench.engine.cases import Case, Contender, as_json, in_turns, table
-from bench.engine.disk import DirectFiles, DiskRig, disk
+from bench.engine.disk import DirectFiles, DiskRig, disk, random_memory
 from bench.engine.index import FullTier, index, key_of
 from bench.engine.kept import kept
 
@@ -60,7 +60,7 @@ def test_the_disk_cases_move_every_byte_and_a_full_tier_stays_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def same_files(root: Path, chunks: int, chunk_bytes: int) -> DirectFiles:
-        return DirectFiles(root, chunks, chunk_bytes)
+        return DirectFiles(root, chunk_bytes, random_memory(chunks * chunk_bytes))
 
     monkeypatch.setattr("bench.engine.disk._vllm", same_files)
     cases = list(disk(tmp_path, chunks=3, chunk_bytes=8192, rounds=2))
@@ -88,16 +88,21 @@ def test_a_kept_pool_is_sealed_and_served_after_a_restart() -> None:
     assert all(len(each.ours) == len(each.limit) == 2 for each in cases)
 
 
+def _rows(memory: memoryview | bytes) -> list[bytes]:
+    """Return the chunks of 4 KiB in any order."""
+    return sorted(bytes(memory[at : at + 4096]) for at in range(0, len(memory), 4096))
+
+
 def test_what_is_promoted_is_what_was_put(tmp_path: Path) -> None:
-    rig = DiskRig(tmp_path, 3, 4096, capacity_chunks=3)
+    memory = random_memory(3 * 4096)
+    before = bytes(memory)
+    rig = DiskRig(tmp_path, 4096, memory, capacity_chunks=3)
     rig.new_keys()
     rig.put()
-    before = [bytes(row) for row in rig.rows]
     rig.empty_pool()
-    for row in rig.rows:
-        row[:] = bytes(len(row))
+    memory[:] = bytes(len(memory))
     rig.get()
-    assert sorted(bytes(row) for row in rig.rows) == sorted(before)
+    assert _rows(memory) == _rows(before)
     rig.close()
 
 
