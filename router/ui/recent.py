@@ -182,6 +182,8 @@ class Recent:
 
     def observe(self, record: RequestRecord) -> None:
         """Take in a request that has ended."""
+        if not record.is_admitted:
+            return  # anybody can send many
         self.pass_time(record.ended_s)
         self.count += 1
         self.requests.append((self.count, record))
