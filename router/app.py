@@ -19,7 +19,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from router.agent_client import AgentClient
-from router.api.access import Access
+from router.api.access import IS_ADMITTED, Access
 from router.api.cors import allow_origins
 from router.api.own_endpoints import OwnEndpoints
 from router.api.replica_endpoints import ReplicaEndpoints
@@ -43,7 +43,7 @@ from router.lmcache.lmcache import Lmcache
 from router.membership.discovery import Discovery
 from router.membership.membership import Membership, Source
 from router.membership.reload import ConfigFile, Reload
-from router.policy import METHODS, PROMPTED, Plane
+from router.policy import METHODS, PROMPTED
 from router.prompt.prompt_source import PromptSource
 from router.prompt.replica_tokenizer import TokenizingReplica
 from router.proxy.first_byte_waits import FirstByteWaits
@@ -59,6 +59,7 @@ from router.staging.stager import Stager
 from router.ui.page import FILES, Page
 from router.ui.recent import Recent
 from warmroute_common.addresses import is_loopback
+from warmroute_common.api_errors import ApiError
 from warmroute_common.fleet_secret import FleetSecret
 from warmroute_common.http_server import (
     BODIES,
@@ -66,6 +67,7 @@ from warmroute_common.http_server import (
     announce_leaving,
     errors_answered,
     expect_later,
+    send_request_ids,
 )
 
 
@@ -334,6 +336,17 @@ _TICK_S: Final = 1.0
 PARTS: Final = web.AppKey("parts", Parts)
 
 
+@web.middleware
+async def _refusals_recorded(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Record a request that `Access.guard` refuses; those that it admits record themselves."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        if IS_ADMITTED not in request:
+            request.app[PARTS].proxy.refuse(request, error)
+        raise
+
+
 def create_app(
     config: RouterConfig,
     *,
@@ -351,11 +364,12 @@ def create_app(
     Raises what loading the configured tokenizer raises.
     """
     access = Access(config.access, open_paths=FILES.keys(), admin_token=admin_token)
-    middlewares = [errors_answered, access.guard]
+    middlewares = [errors_answered, _refusals_recorded, access.guard]
     app = web.Application(middlewares=middlewares, client_max_size=config.max_body_bytes)
     app[BODIES] = Bodies(within_s=config.timeouts.body_s, limit_bytes=config.max_bodies_bytes)
     announce_leaving(app)
     app.on_response_prepare.append(access.show_limits)
+    send_request_ids(app)
     prompts = PromptSource(config.tokenizer)
     exports = RecordExports(config)
 
@@ -434,9 +448,7 @@ def _add_forwarded_routes(app: web.Application) -> None:
         return await request.app[PARTS].proxy.handle(request)
 
     async def passed(request: web.Request) -> web.StreamResponse:
-        policy = request.app[PARTS].lifecycle.policy
-        policy.check(Plane.PROXY, request.method, request.path, request.headers)
-        return await proxied(request)
+        return await request.app[PARTS].proxy.pass_through(request)
 
     for path in sorted(PROMPTED):
         app.router.add_post(path, proxied, expect_handler=expect_later)

@@ -126,6 +126,9 @@ class ParsedRequest:
     media_bytes: int = 0
     """Media in the body that are not in ``fields``."""
     model: str | None
+    """With an alias replaced."""
+    requested_model: str | None = None
+    """As the client named it."""
     session: str | None
     streamed: bool = False
     """Whether the client wants a streamed answer."""
@@ -259,7 +262,7 @@ class Policy:
         computes = method == "POST" and path in _COMPUTING
         salt_key = salt_key if computes else None
         rewriting = priorities if computes and plane is Plane.PROXY else None
-        fields, model, body = _model_of(
+        fields, named, body = _model_of(
             *(content_type, headers, body, aliases), salt_key=salt_key, priorities=rewriting
         )
         return ParsedRequest(
@@ -267,7 +270,8 @@ class Policy:
             body=body,
             fields={},
             parsed_bytes=0,
-            model=model,
+            model=None if named is None else aliases.get(named, named),
+            requested_model=named,
             vllm_priority=priorities.of(fields, headers).vllm_number if computes else 0,
             streamed=fields.get("stream") is True,
             session=_session(fields, session),
@@ -383,7 +387,7 @@ def _prompted(
     named = _text(fields, "model")
     long_strings.restore(fields, most_chars(aliases.get(named or "", named)))
     size_bytes += long_strings.text_bytes
-    model = _text(fields, "model")
+    requested = model = _text(fields, "model")
     rated = priorities.of(fields, headers)
     changed: dict[str, str | int] = {**rated.changed} if rewrites else {}
     if model is not None and model in aliases:
@@ -409,6 +413,7 @@ def _prompted(
         is_cut=long_strings.is_cut,
         media_bytes=long_strings.media_bytes,
         model=model,
+        requested_model=requested,
         streamed=fields.get("stream") is True,
         session=_session(fields, session),
         output_tokens=_output_tokens(fields),
@@ -436,13 +441,12 @@ def _model_of(
     salt_key: bytes | None,
     priorities: PriorityRules | None,
 ) -> tuple[Mapping[str, object], str | None, BodyBytes]:
-    """Return a body's short JSON fields, its model, and the body as the replica gets it.
-
-    Alias, salt and ``priority`` are replaced in it.
+    """Return a body's short JSON fields, the model that it names, and the body as the replica gets
+    it: alias, salt and ``priority`` are replaced in it.
     """
     if _is_multipart(content_type):
-        model, body = _form_model(content_type, body, aliases)
-        return {}, model, body
+        named_in_form, body = _form_model(content_type, body, aliases)
+        return {}, named_in_form, body
     # A form may be JSON as well, and name another model to a reader of forms.
     if _kind(content_type) == _URLENCODED or not _JSON_OBJECT.match(body):
         return {}, None, body
@@ -453,19 +457,18 @@ def _model_of(
         name: each for name, each in short_members(read).items() if not long_strings.is_mark(each)
     }
     named = fields.get("model")
-    model = named if isinstance(named, str) else None
     changed: dict[str, str | int] = {}
     if priorities is not None:
         changed |= priorities.of(fields, headers).changed
-    if model is not None and model in aliases:
-        changed["model"] = model = aliases[model]
+    if isinstance(named, str) and named in aliases:
+        changed["model"] = aliases[named]
     if salt_key is not None:
         given = fields.get("cache_salt")
         changed["cache_salt"] = _own_salt(salt_key, given if isinstance(given, str) else None)
     if changed:
         with suppress(BadRequestError):  # the replica refuses it
             body = long_strings.put_back(with_members(read, changed))
-    return fields, model, body
+    return fields, named if isinstance(named, str) else None, body
 
 
 def _kind(content_type: str) -> str:
@@ -511,7 +514,7 @@ def _form_model(
         return None, body
     if (real := aliases.get(model)) is not None:
         body = body[:start] + real.encode() + body[end:]
-    return real or model, body
+    return model, body
 
 
 def _form_parts(content_type: str, body: BodyBytes) -> list[tuple[int, int]]:

@@ -2,13 +2,14 @@
 
 `Site` listens. `read_body` reads a body within the limits of `Bodies`. The middleware of
 `ErrorAnswers` turns every error into an answer in the shape that the server's clients parse.
-`announce_leaving` warns clients before the server stops.
+`announce_leaving` warns clients before the server stops, and `send_request_ids` names each answer.
 """
 
 import asyncio
 import logging
 import socket
 import traceback
+import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -362,6 +363,7 @@ class Connection(web.RequestHandler):
         response = self._errors.response(
             request.path, BadRequestError(f"invalid HTTP request: {why}", code="invalid_http")
         )
+        response.headers[REQUEST_ID_HEADER] = request_id_from(None)
         response.force_close()
         return response
 
@@ -449,3 +451,36 @@ def announce_leaving(app: web.Application) -> None:
             response.headers["Connection"] = "close"
 
     app.on_response_prepare.append(close_connection)
+
+
+# Request ids
+
+REQUEST_ID_HEADER: Final = "X-Request-Id"
+_MOST_ID_CHARS: Final = 256
+_REQUEST_ID: Final = web.RequestKey("request_id", str)
+
+
+def request_id_from(sent: str | None) -> str:
+    """Return a client's own id for its request, if it has one that can be sent on; else a new one.
+
+    An id has at most 256 characters, all of them printable.
+    """
+    is_usable = sent and len(sent) <= _MOST_ID_CHARS and sent.isprintable()
+    return sent if sent and is_usable else uuid.uuid4().hex
+
+
+def request_id(request: web.Request) -> str:
+    """Return the id of a request: the same one for its whole life."""
+    if (known := request.get(_REQUEST_ID)) is None:
+        known = request[_REQUEST_ID] = request_id_from(request.headers.get(REQUEST_ID_HEADER))
+    return known
+
+
+def send_request_ids(app: web.Application) -> None:
+    """Send ``X-Request-Id`` with every answer of an application, errors included."""
+
+    async def add_id(request: web.Request, response: web.StreamResponse) -> None:
+        if REQUEST_ID_HEADER not in response.headers:
+            response.headers[REQUEST_ID_HEADER] = request_id(request)
+
+    app.on_response_prepare.append(add_id)

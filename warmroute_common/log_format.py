@@ -1,7 +1,9 @@
 """How lines of a log are written: what clients and replicas sent cannot forge or hide lines."""
 
+import json
 import logging
 import unicodedata
+from datetime import UTC, datetime
 from types import TracebackType
 from typing import Final
 
@@ -46,3 +48,27 @@ class LogFormatter(logging.Formatter):
     def _indented(text: str) -> str:
         lines = without_passwords(text).split("\n")
         return "\n".join(_TRACE_INDENT + each.translate(_ESCAPED) for each in lines)
+
+
+class JsonLogFormatter(LogFormatter):
+    """Writes each record as one JSON object in a line, with its time in UTC.
+
+    Fields: ``time`` (RFC 3339, milliseconds), ``level``, ``logger``, ``message``, and ``trace`` if
+    there is a stack trace.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        fields = {
+            "time": time.replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": without_passwords(record.getMessage()),
+        }
+        if record.exc_info:
+            fields["trace"] = without_passwords(
+                logging.Formatter.formatException(self, record.exc_info)
+            )
+        # Not as UTF-8: what a terminal takes for a command is escaped.
+        return json.dumps(fields, ensure_ascii=True).translate(_ESCAPED)

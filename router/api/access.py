@@ -5,7 +5,6 @@ is attached to its requests; the proxy asks it once the model and the prompt are
 """
 
 import hashlib
-import logging
 import secrets
 import time
 from collections import Counter
@@ -18,10 +17,8 @@ from aiohttp.typedefs import Handler
 from router.api.grant import Grant
 from router.config.settings import AccessConfig
 from warmroute_common.admin_token import HEADER as ADMIN_HEADER
-from warmroute_common.api_errors import ApiError, UnauthorizedError
+from warmroute_common.api_errors import UnauthorizedError
 from warmroute_common.http_server import is_anthropic
-
-log = logging.getLogger("warmroute.access")
 
 _KEY_PREFIX: Final = "wr-"
 """Lets secret scanners find keys that were committed by mistake."""
@@ -69,6 +66,8 @@ GRANT: Final = web.RequestKey("grant", Grant)
 """The grant of a request's key; missing where no keys are configured."""
 IS_TENANT: Final = web.RequestKey("is_tenant", bool)
 """Whether a client may not see where its request went, and what is held there."""
+IS_ADMITTED: Final = web.RequestKey("is_admitted", bool)
+"""Present once `Access.guard` has admitted a request."""
 
 
 class Access:
@@ -139,13 +138,8 @@ class Access:
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Admit a request; raise `UnauthorizedError`, `ForbiddenError` or `RateLimitedError`."""
-        try:
-            grant = self._admit(request)
-        except ApiError as error:
-            # The raw path: a decoded one could contain line breaks.
-            path = request.rel_url.raw_path
-            log.info("%s %s from %s: %s", request.method, path, request.remote, error.message)
-            raise
+        grant = self._admit(request)
+        request[IS_ADMITTED] = True
         if grant is None:
             return await handler(request)
         try:

@@ -31,7 +31,7 @@ from warmroute_common.admin_token import (
 from warmroute_common.command_line import counted
 from warmroute_common.config_reader import describe
 from warmroute_common.http_server import LEAVING, Site
-from warmroute_common.log_format import LogFormatter
+from warmroute_common.log_format import JsonLogFormatter, LogFormatter
 
 log = logging.getLogger("warmroute")
 
@@ -62,7 +62,11 @@ def run(config: RouterConfig, *, file: ConfigFile | None = None, picks: bool = F
     of a gateway.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LogFormatter("%(asctime)s %(levelname)-7s %(name)s %(message)s"))
+    handler.setFormatter(
+        JsonLogFormatter()
+        if config.log_format == "json"
+        else LogFormatter("%(asctime)s %(levelname)-7s %(name)s %(message)s")
+    )
     logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
     _check_ports(config, picks=picks)
     _raise_file_limit()

@@ -622,6 +622,9 @@ class RouterConfig:
     cors: CorsConfig | None = None
     log_level: LogLevel = setting("info", live=True)
     """Lowest level that is logged. No level logs text of prompts or answers."""
+    log_format: Literal["text", "json"] = "text"
+    """Of the router's log on standard error. ``text``: local time without its zone. ``json``: one
+    object a line, with the time in UTC."""
     request_log: RequestLogConfig = field(default_factory=RequestLogConfig)
     tracing: TracingConfig | None = None
     """Off without the section. An empty section (``tracing: {}``) enables it."""

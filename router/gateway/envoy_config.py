@@ -118,6 +118,7 @@ def _listener(config: RouterConfig, policy: Policy) -> dict[str, Any]:
         "stat_prefix": "clients",
         "use_remote_address": True,
         "preserve_external_request_id": True,
+        "always_set_request_id_in_response": True,
         "early_header_mutation_extensions": [_without_steering()],
         "stream_idle_timeout": f"{_idle_s(limits):g}s",
         # While the picker holds a request Envoy still counts it as coming.
@@ -209,7 +210,15 @@ def _route(route: Route, limits: Limits) -> dict[str, Any]:
 
 def _asks_picker(limits: Limits, session: str) -> dict[str, Any]:
     """Return the filter that asks the picker where a request goes, and reports the answer."""
-    headers = (":method", ":path", ":status", "content-type", "upgrade", "x-request-id")
+    headers = (
+        ":method",
+        ":path",
+        ":status",
+        "content-type",
+        "upgrade",
+        "x-request-id",
+        "x-forwarded-for",
+    )
     timeout = f"{limits.held_s + _NO_ANSWER_SLACK_S:g}s"
     typed = {
         "@type": f"{_HTTP_FILTERS}ext_proc.v3.ExternalProcessor",

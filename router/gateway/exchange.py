@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from router.record.records import (
     trace_context,
 )
 from warmroute_common.api_errors import ApiError, NoReplicaError
-from warmroute_common.http_server import Bodies
+from warmroute_common.http_server import Bodies, request_id_from
 
 _COPIED_BYTES: Final = 64 << 10
 """A whole answer is copied to the picker up to this size."""
@@ -76,7 +75,8 @@ class Exchange:
         raw_path = path.partition("?")[0]
         self.path = unquote(raw_path)
         self.record = RequestRecord(
-            request_id=headers.get("x-request-id") or uuid.uuid4().hex,
+            request_id=request_id_from(headers.get("x-request-id")),
+            client=headers.get("x-forwarded-for", "").rpartition(",")[2].strip() or None,
             method=self.method,
             endpoint=endpoint_label(self.path),
             path=raw_path,
@@ -113,9 +113,11 @@ class Exchange:
         """
         await self._lifecycle.one_per_tick.enter()
         policy = self._lifecycle.policy
+        self.record.is_admitted = False
         policy.check(Plane.GATEWAY, self.method, self.path, self._headers)
+        self.record.is_admitted = True
         asked = await self._lifecycle.parse(
-            Plane.GATEWAY, self.method, self.path, self._headers, body
+            Plane.GATEWAY, self.method, self.path, self._headers, body, record=self.record
         )
         with bodies.holding(asked.parsed_bytes):
             prompt_keys = await self._lifecycle.read(asked, self.record)

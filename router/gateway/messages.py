@@ -233,12 +233,13 @@ def answer_headers(headers: Mapping[str, str]) -> Message:
     return answer
 
 
-def refusal(path: str, error: ApiError) -> Message:
+def refusal(path: str, error: ApiError, request_id: str) -> Message:
     """Return an error as the gateway's own answer, in the shape that the path's clients parse."""
     answer = ext_proc.ProcessingResponse()
     immediate = answer.immediate_response
     immediate.status.code = error.status
-    _set_headers(immediate.headers, {"content-type": "application/json", **error.headers})
+    own = {"content-type": "application/json", "x-request-id": request_id}
+    _set_headers(immediate.headers, {**own, **error.headers})
     immediate.body = error_body(path, error)
     immediate.details = f"warmroute_{error.code or error.status}"
     return answer

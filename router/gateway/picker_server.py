@@ -199,9 +199,10 @@ class ExternalProcessor:
         except ConnectionResetError:
             pass  # the client has left: no answer reaches it
         except ApiError as error:
-            await call.write(messages.refusal(exchange.path, error))
+            await call.write(messages.refusal(exchange.path, error, exchange.record.request_id))
         except Exception as error:  # noqa: BLE001  (the client gets an answer in its own shape)
-            await call.write(messages.refusal(exchange.path, defect(exchange.path, error)))
+            failure = defect(exchange.path, error)
+            await call.write(messages.refusal(exchange.path, failure, exchange.record.request_id))
         finally:
             # In a task of its own: gRPC cancels this one when the gateway has ended its call.
             task = asyncio.create_task(self._close(name, exchange), name="end of a request")

@@ -27,7 +27,14 @@ from router.prompt.prompt import Prompt
 from router.prompt.prompt_source import PromptSource
 from router.prompt.request_body import BodyBytes, off_loop
 from router.proxy.relay import NO_USAGE, Usage
-from router.record.records import Cause, FailedTry, Outcome, RecordReader, RequestRecord
+from router.record.records import (
+    Cause,
+    FailedTry,
+    Outcome,
+    RecordReader,
+    RequestRecord,
+    session_hash,
+)
 from router.scheduling.admission import AdmissionController, Admitted
 from router.scheduling.request_scheduler import PlacementRequest, RequestScheduler
 from router.staging.stager import Stager, StagingResult
@@ -205,13 +212,20 @@ class RequestLifecycle:
         headers: Mapping[str, str],
         body: BodyBytes,
         *,
+        record: RequestRecord | None = None,
         salt_key: bytes | None = None,
         best: Priority | None = None,
     ) -> ParsedRequest:
-        """Return what routing needs of a request; raise `BadRequestError`: see `Policy.parse`."""
+        """Return what routing needs of a request; raise `BadRequestError`: see `Policy.parse`.
+
+        The request's ``record``, if it has one, gets the model.
+        """
         most_chars = self._prompts.most_chars
         parse = partial(self.policy.parse, salt_key=salt_key, best=best, most_chars=most_chars)
-        return await off_loop(len(body), parse, plane, method, path, headers, body)
+        asked = await off_loop(len(body), parse, plane, method, path, headers, body)
+        if record is not None:
+            record.model, record.requested_model = asked.model, asked.requested_model
+        return asked
 
     async def read(self, asked: ParsedRequest, record: RequestRecord) -> PromptKeyCache:
         """Render and tokenize the prompt; return its keys, which are computed when asked for.
@@ -220,7 +234,7 @@ class RequestLifecycle:
 
         Raises `RateLimitedError` before that if the request would be refused in any case.
         """
-        record.model = asked.model
+        record.session_hash = None if asked.session is None else session_hash(asked.session)
         if asked.has_prompt and self.bound_to(asked) is None:
             self._admission.refuse_if_full(record.key, asked.priority)
             await self._replica_up(asked, record)

@@ -7,10 +7,9 @@ tries replicas until one begins to answer, and `_try` admits, stages and sends o
 import asyncio
 import random
 import time
-import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from math import ceil
 from typing import Final, NoReturn
@@ -43,7 +42,7 @@ from warmroute_common.api_errors import (
     UpstreamFailedError,
     UpstreamTimeoutError,
 )
-from warmroute_common.http_server import BODIES, error_body, read_body, release_body
+from warmroute_common.http_server import BODIES, error_body, read_body, release_body, request_id
 
 _SHARE: Final = 0.2
 """Retries, as a share of the requests that wait for their answer to begin. If more are retries,
@@ -183,18 +182,38 @@ class Proxy:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer a request by a replica; raise `ApiError` for what the router refuses."""
+        record = self._record_of(request)
+        with self._lifecycle.recording(record):
+            return await self._answer(request, record)
+
+    async def pass_through(self, request: web.Request) -> web.StreamResponse:
+        """Do the same for a path that may be one that is not forwarded."""
+        record = self._record_of(request)
+        with self._lifecycle.recording(record):
+            record.is_admitted = False
+            self._lifecycle.policy.check(Plane.PROXY, request.method, request.path, request.headers)
+            record.is_admitted = True
+            return await self._answer(request, record)
+
+    def refuse(self, request: web.Request, error: ApiError) -> None:
+        """Record a request that was refused before it was read."""
+        record = self._record_of(request)
+        record.is_admitted = False
+        with suppress(ApiError), self._lifecycle.recording(record):
+            raise error
+
+    def _record_of(self, request: web.Request) -> RequestRecord:
         grant = request.get(GRANT)
-        record = RequestRecord(
-            request_id=request.headers.get("X-Request-Id") or uuid.uuid4().hex,
+        return RequestRecord(
+            request_id=request_id(request),
             key=None if grant is None else grant.name,
+            client=request.remote,
             method=request.method,
             endpoint=endpoint_label(request.path),
             path=request.rel_url.raw_path,
             trace=trace_context(request.headers.get("traceparent"), self._sample_ratio),
             started_s=time.monotonic(),
         )
-        with self._lifecycle.recording(record):
-            return await self._answer(request, record)
 
     async def _answer(self, request: web.Request, record: RequestRecord) -> web.StreamResponse:
         client = ClientAnswer(request, record)
@@ -258,6 +277,7 @@ class Proxy:
         grant = request.get(GRANT)
         asked = await self._lifecycle.parse(
             *(Plane.PROXY, request.method, request.path, request.headers, body),
+            record=record,
             salt_key=None if grant is None else grant.salt_key,
             best=None if grant is None else grant.priority,
         )

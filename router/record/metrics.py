@@ -207,8 +207,8 @@ _EVICTED: Final = (
 )
 
 _DROPPED: Final = (
-    "Records of requests that were not written, since they came too fast or writing failed: "
-    "request_log"
+    "Records of requests that were not written: request_log (they came too fast, or writing "
+    "failed), refusals (more than 10 in a second were not admitted)"
 )
 
 
@@ -297,6 +297,8 @@ class Metrics(Collector):
         replica = self._label(record.replica_id)
         status = str(record.status) if record.status is not None else "none"
         self._count("requests", record.endpoint, replica, status, record.outcome)
+        if not record.is_admitted:
+            return
         for each in record.failed_tries:
             at_fault = None if each.cause is Cause.LOCAL else each.replica_id
             self._count("failed_tries", self._label(at_fault), each.cause)

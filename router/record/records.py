@@ -3,6 +3,7 @@
 It is filled in while the request runs, and published once, when the request has ended.
 """
 
+import hashlib
 import random
 import re
 import time
@@ -189,8 +190,18 @@ class RequestRecord:
     method: str = ""
     path: str = ""
     """As the client wrote it: percent-encoded."""
+    client: str | None = None
+    """The address of the client, or of the last proxy before the router. Behind Envoy: the last
+    one in ``X-Forwarded-For``, which Envoy adds."""
+    is_admitted: bool = True
+    """Whether the request was let in. It was not if its key, the key's rate or its path was
+    refused: then nothing was read of it, and anybody may have sent it."""
+    requested_model: str | None = None
+    """As the client named it: an alias, or a model."""
     model: str | None = None
     """The model that the replica is asked for, with aliases replaced."""
+    session_hash: str | None = None
+    """Of the session's name (`session_hash`), which may be a person's."""
     trace: TraceContext | None = None
     """Its place in a trace, if it has one."""
     key: str | None = None
@@ -324,6 +335,11 @@ def answer_headers(record: RequestRecord, *, is_tenant: bool = False) -> dict[st
     if record.first_leg is not None:
         headers["x-warmroute-prefiller"] = record.first_leg.replica_id
     return headers | record.prepared.headers()
+
+
+def session_hash(session: str) -> str:
+    """Return 16 hex digits that are the same for all requests of a session, in every router."""
+    return hashlib.sha256(session.encode(errors="surrogatepass")).hexdigest()[:16]
 
 
 class RecordReader(Protocol):

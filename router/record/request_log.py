@@ -40,10 +40,16 @@ FIELDS: Final[Mapping[str, tuple[str, _Value]]] = {
         "of the client's `traceparent`, else the router's own trace",
         lambda r: None if r.trace is None else r.trace.trace_id,
     ),
+    "client": (
+        "address of the client, or of the last proxy before the router",
+        lambda r: _short(r.client),
+    ),
     "client_key": ("name of the client's key", lambda r: r.key),
+    "session": ("hash of the session's name", lambda r: r.session_hash),
     "method": ("of HTTP", lambda r: r.method),
     "path": ("as the client wrote it, without a query", lambda r: _short(r.path)),
     "endpoint": ("the path where it is one of a known API, else `other`", lambda r: r.endpoint),
+    "requested_model": ("as the client named it", lambda r: _short(r.requested_model)),
     "model": ("the one that the replica was asked for", lambda r: _short(r.model)),
     "status": ("sent to the client; null where it left before", lambda r: r.status),
     "outcome": (
@@ -165,6 +171,7 @@ def text_line(record: RequestRecord) -> str:
     matched = ",".join(f"{tier}:{count}" for tier, count in record.matched_tokens.items() if count)
     tries = ",".join(f"{each.replica_id}:{each.cause}" for each in record.failed_tries)
     parts = {
+        "client": record.client,
         "key": record.key,
         "status": record.status,
         "outcome": None if record.outcome is Outcome.OK else record.outcome,
@@ -201,6 +208,8 @@ _MOST_WAITING: Final = 10_000
 """Most lines that may wait to be written; further lines are dropped."""
 _LAST_LINES_S: Final = 5.0
 """How long `RequestLog.stop` waits for the last lines."""
+_REFUSALS_PER_S: Final = 10
+"""Most requests that were not admitted that are written in a second: anybody can send many."""
 _TEXT_FORMAT: Final = "%(asctime)s %(levelname)-7s %(message)s"
 
 
@@ -232,6 +241,26 @@ class _RouterLog(_Failing):
         log.handle(record)
 
 
+class _PerSecond:
+    """Lets a number of events through in each second, and counts the others."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._second = 0
+        self._passed = 0
+        self.left_out = 0
+
+    def has_next(self, now_s: float) -> bool:
+        """Whether one more may pass now; it then counts."""
+        if int(now_s) != self._second:
+            self._second, self._passed = int(now_s), 0
+        if self._passed == self._most:
+            self.left_out += 1
+            return False
+        self._passed += 1
+        return True
+
+
 class RequestLog:
     """Writes the lines of requests that have ended, between `start` and `stop`."""
 
@@ -239,6 +268,7 @@ class RequestLog:
         self._config = config
         self._waiting: queue.Queue[tuple[RequestRecord, float] | None] = queue.Queue(most_waiting)
         self._left_out = 0
+        self._refusals = _PerSecond(_REFUSALS_PER_S)
         self._handler: _Failing = _RouterLog()
         self._thread = threading.Thread(target=self._run, name="request log", daemon=True)
 
@@ -246,6 +276,11 @@ class RequestLog:
     def dropped(self) -> int:
         """Lines that were not written: too many waited, or writing failed."""
         return self._left_out + self._handler.failed
+
+    @property
+    def dropped_refusals(self) -> int:
+        """Lines of requests that were not admitted, beyond `_REFUSALS_PER_S`."""
+        return self._refusals.left_out
 
     def start(self) -> None:
         """Begin to write; raise `ConfigError` if the file cannot be opened."""
@@ -264,6 +299,8 @@ class RequestLog:
     def write(self, record: RequestRecord) -> None:
         """Queue a request's line; does not wait."""
         if isinstance(self._handler, _RouterLog) and not log.isEnabledFor(_level(record)):
+            return
+        if not record.is_admitted and not self._refusals.has_next(record.ended_s):
             return
         try:
             self._waiting.put_nowait((record, time.time()))
@@ -345,12 +382,12 @@ class RecordExports:
     def observe(self, record: RequestRecord) -> None:
         """Log and trace a request that has ended; does not wait."""
         self._log.write(record)
-        if self._traces is not None:
+        if self._traces is not None and record.is_admitted:
             self._traces.take(record)
 
     def dropped(self) -> dict[str, int]:
         """Return how many records were lost, by destination."""
-        return {"request_log": self._log.dropped}
+        return {"request_log": self._log.dropped, "refusals": self._log.dropped_refusals}
 
 
 def _traces(config: TracingConfig) -> "Traces":

@@ -76,6 +76,9 @@ SLICES: Final = 90
 _RATE_SLICES: Final = 6
 _WARM_SHARE: Final = 0.5
 """A request is warm if at least this share of its prompt was matched."""
+_LEAST_TOKENS: Final = 64
+"""Shorter prompts, such as a greeting, are neither warm nor cold: they have hardly a whole block
+that could be matched, and computing them takes no time."""
 
 
 @dataclass(slots=True)
@@ -131,7 +134,8 @@ class Sums:
             if count:
                 tokens.matched[tier] = tokens.matched.get(tier, 0) + count
                 sum_matched += count
-        if record.streamed and record.ttft_s is not None:
+        is_long = record.prompt_tokens >= _LEAST_TOKENS
+        if is_long and record.streamed and record.ttft_s is not None:
             is_warm = sum_matched >= _WARM_SHARE * record.prompt_tokens
             (self.warm if is_warm else self.cold).note(record.ttft_s)
         if record.tpot_s is not None:
@@ -182,6 +186,8 @@ class Recent:
 
     def observe(self, record: RequestRecord) -> None:
         """Take in a request that has ended."""
+        if not record.is_admitted:
+            return  # anybody can send many
         self.pass_time(record.ended_s)
         self.count += 1
         self.requests.append((self.count, record))

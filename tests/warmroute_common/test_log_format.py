@@ -3,10 +3,11 @@
 import io
 import json
 import logging
+import sys
 
 import pytest
 
-from warmroute_common.log_format import LogFormatter
+from warmroute_common.log_format import JsonLogFormatter, LogFormatter
 
 FORGED = "x\n2026-01-01 00:00:00,000 ERROR fake\r\x1b[2J\x00\x7f\x9b1A\u2028\u202e\u200b"
 
@@ -53,3 +54,27 @@ def test_a_traces_lines_are_no_lines_of_the_log() -> None:
     assert first == "INFO r failed"
     assert all(each.startswith("    ") and each.isprintable() for each in trace)
     assert "test_log_format.py" in text and "ERROR fake\\u000d" in text
+
+
+def test_a_record_as_json_is_one_line_with_its_zone() -> None:
+    record = logging.LogRecord("warmroute.x", logging.WARNING, "", 0, "a\n%s\x9b\x7f", ("b",), None)
+    record.created = 1.5
+    line = JsonLogFormatter().format(record)
+    assert line.isprintable() and line.isascii()
+    assert json.loads(line) == {
+        "time": "1970-01-01T00:00:01.500Z",
+        "level": "warning",
+        "logger": "warmroute.x",
+        "message": "a\nb\x9b\x7f",
+    }
+
+
+def test_json_has_stack_traces_and_no_passwords() -> None:
+    try:
+        raise ValueError("redis://user:secret@host")
+    except ValueError:
+        record = logging.LogRecord(
+            *("x", logging.ERROR, "", 0, "http://user:secret@host", (), sys.exc_info())
+        )
+    line = JsonLogFormatter().format(record)
+    assert "ValueError" in json.loads(line)["trace"] and "secret" not in line

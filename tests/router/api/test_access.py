@@ -16,6 +16,7 @@ from router.api.access import new_key, sha256_of
 from router.cli.explain import ask
 from router.cli.router_client import RouterClient
 from router.config.settings import AccessConfig, KeyConfig, ReplicaConfig
+from router.record.records import Outcome
 from tests.router.conftest import ADMIN_TOKEN, Fleet, Running, Wait
 from tests.router.scripted import CHAT_ANSWER, chat_events, json_answer, stream
 from warmroute_common.admin_token import HEADER as ADMIN_HEADER
@@ -66,8 +67,12 @@ async def test_without_a_known_key_nothing_is_answered(
     async with client.request(method, router.url + path, headers=headers) as response:
         answer = await response.json()
         assert (response.status, response.headers["WWW-Authenticate"]) == (401, "Bearer")
+        request_id = response.headers["X-Request-Id"]
     assert answer["error"]["code"] == "invalid_api_key"
-    assert not fleet.one.seen and not router.records
+    [record] = router.records
+    assert (record.request_id, record.status, record.is_admitted) == (request_id, 401, False)
+    assert (record.outcome, record.client) == (Outcome.REFUSED, "127.0.0.1")
+    assert not fleet.one.seen
     async with client.get(f"{router.url}/health") as response:
         assert response.status == 200
 
@@ -97,7 +102,7 @@ async def test_the_libraries_of_clients_get_in_and_understand(fleet: Fleet) -> N
     seen = [*fleet.one.seen, *fleet.two.seen]
     assert len(seen) == 2
     assert not [each for each in seen if {"Authorization", "X-Api-Key"} & each.headers.keys()]
-    assert [each.key for each in router.records] == ["team"] * 4
+    assert [each.key for each in router.records if each.is_admitted] == ["team"] * 4
 
 
 async def test_a_key_for_certain_models_must_name_one(
@@ -297,7 +302,7 @@ async def test_no_key_and_no_prompt_is_in_the_log(
             await response.read()
     async with client.post(router.url + CHAT, json=ASK, headers=bearer(OTHER)) as response:
         assert response.status == 401
-    await router.record(len(bodies))
+    await router.record(len(bodies) + 1)
 
     def broken(*args: object) -> None:
         raise ValueError(said)
@@ -307,7 +312,7 @@ async def test_no_key_and_no_prompt_is_in_the_log(
         assert response.status == 500
     # A thread writes the request log: its lines come after the records.
     await eventually(
-        lambda: sum(each.name == "warmroute.requests" for each in caplog.records) == len(bodies) + 1
+        lambda: sum(each.name == "warmroute.requests" for each in caplog.records) == len(bodies) + 2
     )
     assert "ValueError" in caplog.text and "reader_for" in caplog.text
     assert CHAT in caplog.text and "key=team" in caplog.text
@@ -316,14 +321,18 @@ async def test_no_key_and_no_prompt_is_in_the_log(
 
 
 async def test_a_path_writes_no_lines_of_its_own_into_the_log(
-    fleet: Fleet, client: aiohttp.ClientSession, caplog: pytest.LogCaptureFixture
+    fleet: Fleet,
+    client: aiohttp.ClientSession,
+    caplog: pytest.LogCaptureFixture,
+    eventually: Wait,
 ) -> None:
     caplog.set_level(logging.INFO)
     router = await fleet.router(access=AccessConfig(admin_sha256=(sha256_of(ADMIN),)))
     url = URL(f"{router.url}/replicas/%0a2026-01-01%20ERROR%20fake/drain", encoded=True)
     async with client.post(url) as response:
         assert response.status == 401
-    [refused] = [each.getMessage() for each in caplog.records if each.name == "warmroute.access"]
+    await eventually(lambda: any(each.name == "warmroute.requests" for each in caplog.records))
+    [refused] = [each.getMessage() for each in caplog.records if each.name == "warmroute.requests"]
     assert "\n" not in refused and "%0a2026" in refused.lower()
 
 

@@ -20,7 +20,7 @@ def serving(*args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             for line in process.stderr:
                 if "OPENAI_BASE_URL=" in line:
                     break
-            url = line.split("OPENAI_BASE_URL=")[1].strip().removesuffix("/v1")
+            url = line.split("OPENAI_BASE_URL=")[1].strip('"}\n').removesuffix("/v1")
             yield process, url
         finally:
             process.kill()

@@ -247,6 +247,19 @@ def test_a_client_writes_no_lines_into_the_log() -> None:
         assert not each.startswith("2026-01-01 00:00:00,000")
 
 
+def test_the_log_can_be_json(tmp_path: Path) -> None:
+    path = tmp_path / "router.yaml"
+    path.write_text("log_format: json\nport: 0\nreplicas: [{url: http://127.0.0.1:2}]\n")
+    with serving("--config", str(path)) as (process, url):
+        with pytest.raises(urllib.error.HTTPError):
+            urllib.request.urlopen(url + "/metrics")
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        lines = [json.loads(each) for each in process.stderr.read().splitlines()]
+    assert lines and all(each["time"].endswith("Z") for each in lines)
+    assert any(each["logger"] == "warmroute.requests" for each in lines)
+
+
 _FREEING = """
 import threading
 from router.cli.serve import return_large_memory

@@ -169,6 +169,30 @@ async def test_an_answer_has_each_of_our_headers_once(
         assert answer.headers.getall("x-warmroute-replica") == ["one"]
 
 
+async def test_every_answer_has_the_id_of_its_record(
+    gateway: Gateway, client: aiohttp.ClientSession
+) -> None:
+    """The picker's refusals too, and Envoy's own."""
+    picker, _ = await gateway.both()
+    for number, (path, body, status) in enumerate(
+        (
+            (CHAT, chat(), 200),
+            (CHAT, chat() | {"messages": 1}, 400),
+            (CHAT, chat() | {"model": "none"}, 404),
+            ("/sleep", chat(), 404),
+        )
+    ):
+        headers = {"X-Forwarded-For": "6.6.6.6"}
+        async with client.post(picker.url + path, json=body, headers=headers) as answer:
+            await answer.read()
+            assert answer.status == status
+            [told] = answer.headers.getall("x-request-id")
+        if path == CHAT:
+            record = await picker.record(number + 1)
+            assert record.request_id == told
+            assert record.client not in (None, "6.6.6.6"), "Envoy adds the peer's address"
+
+
 async def test_a_clients_key_is_for_replicas_alone(
     gateway: Gateway, client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:

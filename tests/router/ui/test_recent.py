@@ -46,7 +46,8 @@ def test_half_of_the_prompt_makes_a_request_warm() -> None:
 
 
 @pytest.mark.parametrize(
-    "known", [{"streamed": False}, {"prompt_tokens": None}, {"prompt_tokens": 0}]
+    "known",
+    [{"streamed": False}, {"prompt_tokens": None}, {"prompt_tokens": 0}, {"prompt_tokens": 63}],
 )
 def test_what_is_no_time_to_a_first_token_does_not_count(known: dict[str, object]) -> None:
     recent = Recent(0.0)
