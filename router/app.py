@@ -57,6 +57,8 @@ from router.scheduling.request_scheduler import RequestScheduler
 from router.staging.stager import Stager
 from router.ui.page import FILES, Page
 from router.ui.recent import Recent
+from router.waste.uncached_causes import UncachedCauses
+from router.waste.waste import Waste
 from warmroute_common.addresses import is_loopback
 from warmroute_common.fleet_secret import FleetSecret
 from warmroute_common.http_server import (
@@ -146,7 +148,9 @@ def make_parts(
     secret = load_fleet_secret(config)
     agents = partial(AgentClient, session, secret=secret)
     stager = Stager(config, fleet, agents, lmcache=lmcache.prefetch)
-    sizes = partial(_sizes, fleet, admission, lmcache)
+    causes = UncachedCauses(fleet) if config.uncached_causes else None
+    wasted = None if causes is None else Waste(time.monotonic())
+    sizes = partial(_sizes, fleet, admission, lmcache, causes, wasted)
     waits, retries = FirstByteWaits(fleet, lmcache), Retries()
     health = HealthMonitor(config, fleet, prompts, session, agents=agents, changed=waits.look)
     feeds = Feeds(fleet, session, secret)
@@ -161,7 +165,8 @@ def make_parts(
     members = Membership(fleet, drain_s=config.timeouts.drain_s, followers=followers)
     tls = None if config.tls is None else server_context(config.tls)
     recent = Recent(time.monotonic())
-    records = RecordReaders([recent, exports, *([] if reader is None else [reader])])
+    optional = [each for each in (wasted, reader) if each is not None]
+    records = RecordReaders([recent, exports, *optional])
     lifecycle = RequestLifecycle(
         config,
         fleet=fleet,
@@ -172,6 +177,7 @@ def make_parts(
         records=records,
         health=health,
         locator=lmcache,
+        causes=causes,
     )
     reload = Reload(
         config, file, _live(fleet, members, access, lifecycle, tls=tls, replica_tls=replica_tls)
@@ -209,6 +215,7 @@ def make_parts(
             access=access,
             reload=reload,
             faults=faults,
+            wasted=wasted,
         ),
         replica_endpoints=ReplicaEndpoints(fleet=fleet, look_again=health.look_again),
         controller=controller,
@@ -306,13 +313,22 @@ def _tokenizing_replicas(fleet: Fleet) -> list[TokenizingReplica]:
     ]
 
 
-def _sizes(fleet: Fleet, admission: AdmissionController, lmcache: Lmcache) -> dict[str, int]:
+def _sizes(
+    fleet: Fleet,
+    admission: AdmissionController,
+    lmcache: Lmcache,
+    causes: UncachedCauses | None,
+    wasted: Waste | None,
+) -> dict[str, int]:
     return {
         "index": len(fleet.index),
         "sessions": len(fleet.sessions),
         "output_lengths": len(fleet.output_lengths),
         "waiting": len(admission),
         "lmcache": len(lmcache),
+        "departed_keys": 0 if fleet.index.departed is None else len(fleet.index.departed),
+        "last_prompts": 0 if causes is None else len(causes.last_prompts),
+        "waste": 0 if wasted is None else len(wasted),
         "lmcache_workers": 0 if lmcache.workers is None else len(lmcache.workers.registry),
     }
 
@@ -440,6 +456,7 @@ def _add_own_routes(app: web.Application) -> None:
     _own(app, "/health", lambda parts: parts.api.health, "GET", "HEAD")
     _own(app, "/metrics", lambda parts: parts.api.metrics, "GET", "HEAD")
     _own(app, "/explain", lambda parts: parts.api.explain, "POST")
+    _own(app, "/waste", lambda parts: parts.api.waste, "GET", "HEAD")
     _own(app, "/replicas", lambda parts: parts.replica_endpoints.listing, "GET", "HEAD")
     _own(app, "/replicas/{id:.+}/drain", lambda parts: parts.replica_endpoints.drain, "POST")
     _own(app, "/replicas/{id:.+}/resume", lambda parts: parts.replica_endpoints.resume, "POST")

@@ -38,7 +38,7 @@ _KEY_BYTES: Final = 32
 _METRICS: Final = "/metrics"
 _REPLICAS: Final = "/replicas"
 _HEALTH: Final = "/health"
-_ADMIN: Final = frozenset({"/explain", "/ui/state", _METRICS, _REPLICAS})
+_ADMIN: Final = frozenset({"/explain", "/ui/state", "/waste", _METRICS, _REPLICAS})
 _BELOW_ADMIN: Final = (f"{_REPLICAS}/",)
 """Prefixes of paths that need an admin key too."""
 

@@ -1,6 +1,7 @@
 """The endpoints that the router answers itself: models, health, metrics, explain."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,13 @@ from router.membership.reload import Reload
 from router.policy import PROMPTED, Plane
 from router.proxy.lifecycle import RequestLifecycle
 from router.record.metrics import CONTENT_TYPE, Metrics
-from warmroute_common.api_errors import BadRequestError, NoReplicaError, UnknownModelError
+from router.waste.waste import Waste
+from warmroute_common.api_errors import (
+    BadRequestError,
+    NoReplicaError,
+    NotFoundError,
+    UnknownModelError,
+)
 from warmroute_common.http_server import BODIES, LEAVING, as_json, read_body
 
 _ASKED_AS_CLIENT: Final = 8
@@ -42,6 +49,8 @@ class OwnEndpoints:
     access: Access
     reload: Reload
     faults: FaultReport
+    wasted: Waste | None
+    """None: nobody finds out why tokens were computed."""
 
     async def models(self, request: web.Request) -> web.Response:
         """``GET /v1/models``: what the replicas that are up serve, each model once, and aliases.
@@ -96,6 +105,12 @@ class OwnEndpoints:
         return web.Response(
             body=await self.counted.render(), headers={"Content-Type": CONTENT_TYPE}
         )
+
+    async def waste(self, request: web.Request) -> web.Response:
+        """``GET /waste``: which tokens need not have been computed, why, and what that costs."""
+        if self.wasted is None:
+            raise NotFoundError("nothing is counted: the configuration has uncached_causes: false")
+        return as_json(self.wasted.report(time.monotonic()))
 
     async def explain(self, request: web.Request) -> web.Response:
         """``POST /explain``: where a request would go, and why, without sending it.
