@@ -58,6 +58,8 @@ from router.scheduling.request_scheduler import RequestScheduler
 from router.staging.stager import Stager
 from router.ui.page import FILES, Page
 from router.ui.recent import Recent
+from router.waste.uncached_causes import UncachedCauses
+from router.waste.waste import Waste
 from warmroute_common.addresses import is_loopback
 from warmroute_common.api_errors import ApiError
 from warmroute_common.fleet_secret import FleetSecret
@@ -149,7 +151,9 @@ def make_parts(
     secret = load_fleet_secret(config)
     agents = partial(AgentClient, session, secret=secret)
     stager = Stager(config, fleet, agents, lmcache=lmcache.prefetch)
-    sizes = partial(_sizes, fleet, admission, lmcache)
+    causes = UncachedCauses(fleet) if config.uncached_causes else None
+    wasted = None if causes is None else Waste(time.monotonic())
+    sizes = partial(_sizes, fleet, admission, lmcache, causes, wasted)
     scaling = Scaling(fleet, admission, config.scaling.decode_slots)
     waits, retries = FirstByteWaits(fleet, lmcache), Retries()
 
@@ -170,7 +174,8 @@ def make_parts(
     members = Membership(fleet, drain_s=config.timeouts.drain_s, followers=followers)
     tls = None if config.tls is None else server_context(config.tls)
     recent = Recent(time.monotonic())
-    records = RecordReaders([recent, exports, *([] if reader is None else [reader])])
+    optional = [each for each in (wasted, reader) if each is not None]
+    records = RecordReaders([recent, exports, *optional])
     lifecycle = RequestLifecycle(
         config,
         fleet=fleet,
@@ -181,6 +186,7 @@ def make_parts(
         records=records,
         health=health,
         locator=lmcache,
+        causes=causes,
     )
     reload = Reload(
         config, file, _live(fleet, members, access, lifecycle, tls=tls, replica_tls=replica_tls)
@@ -220,6 +226,7 @@ def make_parts(
             reload=reload,
             faults=faults,
             loads=scaling,
+            wasted=wasted,
         ),
         replica_endpoints=ReplicaEndpoints(fleet=fleet, look_again=health.look_again),
         controller=controller,
@@ -317,13 +324,22 @@ def _tokenizing_replicas(fleet: Fleet) -> list[TokenizingReplica]:
     ]
 
 
-def _sizes(fleet: Fleet, admission: AdmissionController, lmcache: Lmcache) -> dict[str, int]:
+def _sizes(
+    fleet: Fleet,
+    admission: AdmissionController,
+    lmcache: Lmcache,
+    causes: UncachedCauses | None,
+    wasted: Waste | None,
+) -> dict[str, int]:
     return {
         "index": len(fleet.index),
         "sessions": len(fleet.sessions),
         "output_lengths": len(fleet.output_lengths),
         "waiting": len(admission),
         "lmcache": len(lmcache),
+        "departed_keys": 0 if fleet.index.departed is None else len(fleet.index.departed),
+        "last_prompts": 0 if causes is None else len(causes.last_prompts),
+        "waste": 0 if wasted is None else len(wasted),
         "lmcache_workers": 0 if lmcache.workers is None else len(lmcache.workers.registry),
     }
 
@@ -463,6 +479,7 @@ def _add_own_routes(app: web.Application) -> None:
     _own(app, "/metrics", lambda parts: parts.api.metrics, "GET", "HEAD")
     _own(app, "/explain", lambda parts: parts.api.explain, "POST")
     _own(app, "/scaling", lambda parts: parts.api.scaling, "GET", "HEAD")
+    _own(app, "/waste", lambda parts: parts.api.waste, "GET", "HEAD")
     _own(app, "/replicas", lambda parts: parts.replica_endpoints.listing, "GET", "HEAD")
     _own(app, "/replicas/{id:.+}/drain", lambda parts: parts.replica_endpoints.drain, "POST")
     _own(app, "/replicas/{id:.+}/resume", lambda parts: parts.replica_endpoints.resume, "POST")

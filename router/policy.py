@@ -33,6 +33,7 @@ from router.prompt.request_body import (
     with_members,
     with_new_member,
 )
+from router.waste.outline import NO_OUTLINE, Outline
 from warmroute_common.addresses import is_loopback
 from warmroute_common.api_errors import BadRequestError, NotFoundError, NotSupportedError
 from warmroute_common.config_reader import ConfigLocation
@@ -150,6 +151,8 @@ class ParsedRequest:
     """The number that the replica gets as the request's ``priority``."""
     may_split: bool = False
     """Whether one replica may prefill its prompt for another one."""
+    outline: Outline = NO_OUTLINE
+    """What shows later which field the client has changed; empty unless ``uncached_causes``."""
     seeks: bool = False
     """Whether a 404 sends the request to the next replica, if the owner of its ids is unknown."""
 
@@ -193,6 +196,7 @@ class Policy:
         self._session_header = config.sessions.header
         self._keyless = Priority.named(config.admission.keyless_priority)
         self._replica_priorities = config.admission.replica_priorities
+        self._makes_outlines = config.uncached_causes
         self._gateway_splits = config.picker is not None and config.picker.prefiller_header
         self.limits = Limits(
             body_bytes=config.max_body_bytes,
@@ -257,7 +261,12 @@ class Policy:
                 most_chars=most_chars,
             )
             splits = plane is Plane.PROXY or self._gateway_splits
-            return replace(asked, may_split=splits and asked.may_split)
+            outlined = self._makes_outlines and not asked.is_cut
+            return replace(
+                asked,
+                may_split=splits and asked.may_split,
+                outline=Outline.of(asked.fields) if outlined else NO_OUTLINE,
+            )
         content_type = headers.get("content-type", "")
         computes = method == "POST" and path in _COMPUTING
         salt_key = salt_key if computes else None

@@ -28,6 +28,7 @@ ROUTER: dict[str, set[str]] = {
     "scheduling": {"config", "index", "fleet"},
     "staging": {"config", "fleet"},
     "record": {"config", "index", "fleet", "staging"},
+    "waste": {"index", "fleet", "record"},
     "ui": {"index", "fleet", "record"},
     "lmcache": {"config", "api", "index", "fleet", "staging"},
     "membership": {"config", "fleet"},
@@ -38,11 +39,11 @@ ROUTER: dict[str, set[str]] = {
     },
     "proxy": {
         *("config", "api", "prompt", "index"),
-        *("fleet", "scheduling", "staging", "record"),
+        *("fleet", "scheduling", "staging", "record", "waste"),
     },
     "api": {
         *("config", "prompt", "index", "fleet", "membership", "feeds"),
-        *("record", "proxy"),
+        *("record", "proxy", "waste"),
     },
     "gateway": {"config", "index", "fleet", "record", "proxy"},
 }

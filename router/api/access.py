@@ -29,7 +29,7 @@ _REPLICAS: Final = "/replicas"
 _HEALTH: Final = "/health"
 _USAGE: Final = "/usage"
 """For an admin key, or a client key that asks about itself."""
-_ADMIN: Final = frozenset({"/explain", "/scaling", "/ui/state", _METRICS, _REPLICAS})
+_ADMIN: Final = frozenset({"/explain", "/scaling", "/ui/state", "/waste", _METRICS, _REPLICAS})
 _BELOW_ADMIN: Final = (f"{_REPLICAS}/",)
 """Prefixes of paths that need an admin key too."""
 

@@ -24,7 +24,13 @@ from router.membership.reload import Reload
 from router.policy import PROMPTED, Plane
 from router.proxy.lifecycle import RequestLifecycle
 from router.record.metrics import CONTENT_TYPE, Metrics
-from warmroute_common.api_errors import BadRequestError, NoReplicaError, UnknownModelError
+from router.waste.waste import Waste
+from warmroute_common.api_errors import (
+    BadRequestError,
+    NoReplicaError,
+    NotFoundError,
+    UnknownModelError,
+)
 from warmroute_common.http_server import BODIES, LEAVING, as_json, read_body
 
 _ASKED_AS_CLIENT: Final = 8
@@ -45,6 +51,8 @@ class OwnEndpoints:
     reload: Reload
     faults: FaultReport
     loads: Scaling
+    wasted: Waste | None
+    """None: nobody finds out why tokens were computed."""
 
     async def models(self, request: web.Request) -> web.Response:
         """``GET /v1/models``: what the replicas that are up serve, each model once, and aliases.
@@ -112,6 +120,12 @@ class OwnEndpoints:
         """
         loads = self.loads.loads(time.monotonic())
         return as_json({"models": [_scaling(each) for each in loads]})
+
+    async def waste(self, request: web.Request) -> web.Response:
+        """``GET /waste``: which tokens need not have been computed, why, and what that costs."""
+        if self.wasted is None:
+            raise NotFoundError("nothing is counted: the configuration has uncached_causes: false")
+        return as_json(self.wasted.report(time.monotonic()))
 
     async def explain(self, request: web.Request) -> web.Response:
         """``POST /explain``: where a request would go, and why, without sending it.

@@ -626,6 +626,9 @@ class RouterConfig:
     """Of the router's log on standard error. ``text``: local time without its zone. ``json``: one
     object a line, with the time in UTC."""
     request_log: RequestLogConfig = field(default_factory=RequestLogConfig)
+    uncached_causes: bool = True
+    """Whether the router finds out why tokens of a prompt were not cached: in the request log,
+    headers and metrics, and for ``warmroute waste``. It takes up to about 100 MB."""
     tracing: TracingConfig | None = None
     """Off without the section. An empty section (``tracing: {}``) enables it."""
     rates: RatesConfig = field(default_factory=RatesConfig)

@@ -20,6 +20,7 @@ from router.fleet.output_lengths import OutputLengths
 from router.fleet.replica import Replica, ReplicaState, Signal
 from router.fleet.replicas import Replicas
 from router.fleet.sessions import Sessions
+from router.index.departed import DepartedKeys
 from router.index.kv_events import (
     BlocksRemoved,
     BlocksStored,
@@ -43,6 +44,8 @@ _MOST_POOLED: Final = 10_000
 _LEAST_KEYS: Final = 4_000_000
 _KEYS_PER_REPLICA: Final = 50_000
 """The index's default limit: an 8B model on a GPU of 80 GB has some 28,000 blocks there."""
+_KEYS_PER_DEPARTED: Final = 16
+"""For this many keys of the index one key that replicas have lost is remembered."""
 
 
 class Fleet:
@@ -63,7 +66,10 @@ class Fleet:
         self.replicas = Replicas(config.breaker, jitter)
         for each in config.replicas:
             self.replicas.add(each, config.rates, self.weights)
-        self.index = PrefixIndex(self._index_keys())
+        departed = None
+        if config.uncached_causes:
+            departed = DepartedKeys(self._index_keys() // _KEYS_PER_DEPARTED)
+        self.index = PrefixIndex(self._index_keys(), departed)
         self.sessions = Sessions(config.sessions.max_sessions, config.sessions.ttl_s, self.weights)
         self.output_lengths = OutputLengths(config.sessions.max_sessions, self.weights)
         self.pools: dict[str, str] = {}
@@ -87,6 +93,8 @@ class Fleet:
         """Add a replica; raise ValueError if another is configured with that name."""
         replica = self.replicas.add(config, self.config.rates, self.weights)
         self.index.max_keys = self._index_keys()
+        if self.index.departed is not None:
+            self.index.departed.max_keys = self._index_keys() // _KEYS_PER_DEPARTED
         return replica
 
     def remove(self, replica_id: str) -> None:

@@ -22,6 +22,7 @@ from math import inf
 from operator import itemgetter, or_
 from typing import Final
 
+from router.index.departed import DepartedKeys
 from router.index.holders import Depth, Holders, find_depths, slots
 from router.index.prompt_keys import LOWER_TIERS, ChunkRun, KvTier, Match, chunk_runs, joint_run
 
@@ -159,8 +160,10 @@ class PrefixIndex:
     ``evicted`` counts claims and keys.
     """
 
-    def __init__(self, max_keys: int) -> None:
+    def __init__(self, max_keys: int, departed: DepartedKeys | None = None) -> None:
+        """``departed`` gets the keys that replicas lose, if that is wanted."""
         self.max_keys = max_keys
+        self.departed = departed
         self.evicted = 0
         # Each key with the one before it in its prompt, if known, in the order of their use.
         self._held: dict[int, dict[KvTier, dict[int, int | None]]] = {}
@@ -247,6 +250,8 @@ class PrefixIndex:
             if believed:
                 believed.pop(key, None)
         self._known += len(held) - before
+        if self.departed is not None:
+            self.departed.left(replica, tier, gone)
         if tier is KvTier.GPU:
             self._on_gpu.discard(replica, gone)
         else:
@@ -285,6 +290,8 @@ class PrefixIndex:
             forgotten = held.pop(tier, {})
             self._copies.pop((replica, tier), None)
             self._known -= len(forgotten)
+            if self.departed is not None:
+                self.departed.lost(replica, tier, forgotten)
             self._leave_bits(replica, tier, forgotten)
         if KvTier.GPU in tiers:
             self._leave_bits(replica, KvTier.GPU, self._claims.forget(replica))
@@ -377,6 +384,8 @@ class PrefixIndex:
     def tick(self, now_s: float) -> None:
         """Do what is left to do of `expire` and `sweep`, a bounded part, and correct what answers
         contradicted; to be called about once a second."""
+        if self.departed is not None:
+            self.departed.pass_time(now_s)
         self._correct()
         self.expire(now_s, _KEYS_PER_TICK)
         self.sweep(_KEYS_PER_TICK)
@@ -406,6 +415,20 @@ class PrefixIndex:
         lower = [(tier, held[tier]) for tier in LOWER_TIERS if held.get(tier)]
         lower += ((KvTier.REMOTE, each) for each in self._in_stores(replica))
         return chunk_runs(lower, chunks, start) if lower else ()
+
+    def holders(self, key: int) -> int:
+        """Return the bits of the replicas that are known or believed to hold a key in any tier.
+
+        Stores that replicas share have bits too, and replicas that were just forgotten do not.
+        """
+        (on_gpu,), (lower,) = self._on_gpu.of((key,)), self._lower.of((key,))
+        return (on_gpu | lower) & ~self._stale_replicas
+
+    def knows(self, replica: int, key: int) -> bool:
+        """Whether a replica is known, and not only believed, to hold a key in any tier."""
+        return any(key in held for held in self._held.get(replica, {}).values()) or any(
+            key in held for held in self._in_stores(replica)
+        )
 
     def computes(self, replica: int, chunk: int) -> bool:
         """Return whether a chunk is believed to be computed there, and stored in no lower tier."""
@@ -451,6 +474,8 @@ class PrefixIndex:
     def check(self) -> None:
         """Raise AssertionError if the index contradicts itself."""
         self._claims.check()
+        if self.departed is not None:
+            self.departed.check()
         holdings = [keys for tiers in self._held.values() for keys in tiers.values()]
         assert sum(map(len, holdings)) == self._known
         for (replica, tier), copies in self._copies.items():

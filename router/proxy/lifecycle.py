@@ -38,6 +38,7 @@ from router.record.records import (
 from router.scheduling.admission import AdmissionController, Admitted
 from router.scheduling.request_scheduler import PlacementRequest, RequestScheduler
 from router.staging.stager import Stager, StagingResult
+from router.waste.uncached_causes import PendingUncached, UncachedCauses
 from warmroute_common.api_errors import ApiError, BadRequestError, RateLimitedError
 
 log = logging.getLogger("warmroute.replicas")
@@ -153,8 +154,10 @@ class RequestLifecycle:
         records: RecordReader,
         health: HealthSource,
         locator: KvLocator,
+        causes: UncachedCauses | None = None,
     ) -> None:
-        """``records`` gets each request's record once, at its end."""
+        """``causes`` finds out why tokens were not cached, if that is wanted. ``records`` gets each
+        request's record once, at its end."""
         self.config = config
         self.fleet = fleet
         self.policy = Policy(config)
@@ -167,6 +170,7 @@ class RequestLifecycle:
         self._records = records
         self._health = health
         self._locator = locator
+        self._causes = causes
 
     # The record
 
@@ -200,6 +204,8 @@ class RequestLifecycle:
 
     def publish(self, record: RequestRecord) -> None:
         """Hand the record of a request that has ended to metrics, log and traces; once for each."""
+        if isinstance(record.uncached, PendingUncached):
+            record.uncached = None  # nothing is known to have been computed
         self._records.observe(record)
 
     # Read, admit, place, stage
@@ -316,6 +322,14 @@ class RequestLifecycle:
         record.place_s = admitted.decision.made_in_s
         record.held_s = (record.held_s or 0.0) + admitted.waited_s
         record.decided(admitted.decision)
+        if self._causes is not None:
+            record.uncached = self._causes.expect(
+                admitted.decision,
+                asked.outline,
+                model=asked.model,
+                client=record.key,
+                now_s=time.monotonic(),
+            )
         record.step("wait", asked_s)
         return admitted
 
@@ -420,6 +434,13 @@ class RequestLifecycle:
         there = None if leg is None else leg.cached_tokens
         record.cached_tokens = usage.cached_tokens if there is None else there
         record.output_tokens, record.answer_tokens = usage.output_tokens, usage.tokens_about
+        if ok and self._causes is not None and isinstance(record.uncached, PendingUncached):
+            record.uncached = self._causes.settle(
+                record.uncached,
+                prompt_tokens=usage.prompt_tokens,
+                cached_tokens=record.cached_tokens,
+                now_s=time.monotonic(),
+            )
         if ok and usage.tokens_about is not None:
             self.fleet.output_lengths.note(ticket.session, record.key, usage.tokens_about)
         self.release(ticket, ok=ok, usage=usage if record.prompt_tokens else NO_USAGE)

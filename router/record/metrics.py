@@ -34,6 +34,11 @@ _QUANTILES: Final = ("0.5", "0.9", "0.99")
 _NO_REPLICA: Final = "none"
 _REMOVED: Final = "removed"
 """The replica of a request that ended after its replica had left the fleet."""
+_NO_KEY: Final = "none"
+_NO_MODEL: Final = "none"
+_OTHER_MODEL: Final = "other"
+_MOST_MODELS: Final = 100
+"""Models with series of their own."""
 
 _COUNTERS: Final = {
     "requests": ("Requests by how they ended", ["endpoint", "replica", "status", "outcome"]),
@@ -45,6 +50,11 @@ _COUNTERS: Final = {
         ["replica", "tier"],
     ),
     "cached_tokens": ("Prompt tokens that replicas said were cached", ["replica"]),
+    "uncached_tokens": (
+        "Prompt tokens that were computed, by why they were not cached: new, short (less than a "
+        "block), changed (by the client), evicted, elsewhere (held by another replica), declined",
+        ["model", "key", "cause"],
+    ),
     "response_bytes": ("Bytes of bodies passed on to clients", ["replica"]),
     "admission_rejected": ("Requests answered with 429, by why", ["cause"]),
     "prefetch_chunks": (
@@ -289,6 +299,8 @@ class Metrics(Collector):
         }
         self._children: dict[tuple[str, ...], Any] = {}
         """Series by metric and labels: to find one by its labels costs more than to count."""
+        self._models: set[str] = set()
+        """Models that have series."""
         self._shown = {_NO_REPLICA, _REMOVED}
         """Replicas that have series."""
 
@@ -315,6 +327,10 @@ class Metrics(Collector):
         for tier, count in record.matched_tokens.items():
             self._count("matched_tokens", replica, tier, by=count)
         self._count("cached_tokens", replica, by=record.cached_tokens)
+        if record.uncached is not None:
+            model, key = self._model_label(record.model), record.key or _NO_KEY
+            for cause, count in record.uncached.tokens().items():
+                self._count("uncached_tokens", model, key, cause, by=count)
         self._count("response_bytes", replica, by=record.response_bytes)
         self._time("read_prompt_seconds", record.read_s)
         self._time("place_seconds", record.place_s)
@@ -427,6 +443,19 @@ class Metrics(Collector):
         label = _REMOVED if replica is None or replica.is_removed else replica.id
         self._shown.add(label)
         return label
+
+    def _model_label(self, model: str | None) -> str:
+        """Return a model's label; clients may name any model, so the number of labels is bounded.
+
+        Prompts are answered by replicas that serve the model, unless they do not tell which.
+        """
+        if model is None:
+            return _NO_MODEL
+        if model not in self._models:
+            if len(self._models) >= _MOST_MODELS:
+                return _OTHER_MODEL
+            self._models.add(model)
+        return model
 
     def _forget(self, replicas: set[str]) -> None:
         """Drop the series of replicas."""

@@ -15,6 +15,7 @@ from typing import Final, NamedTuple, Protocol
 
 from router.fleet.decision import Decision
 from router.index.prompt_keys import KvTier
+from router.record.uncached import Uncached
 from router.staging.stager import StagingResult
 
 _HEADER: Final = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
@@ -242,6 +243,8 @@ class RequestRecord:
     """When the answer's first content came if it is streamed, else its headers."""
     cached_tokens: int | None = None
     """As the replica's ``usage`` said."""
+    uncached: Uncached | None = None
+    """Why tokens of the prompt were computed. Until the answer ends, what is expected of that."""
     output_tokens: int | None = None
     answer_tokens: int | None = None
     """The same; of a stream without ``usage`` about as many as its events."""
@@ -332,6 +335,8 @@ def answer_headers(record: RequestRecord, *, is_tenant: bool = False) -> dict[st
     }
     for tier in KvTier:
         headers[f"x-warmroute-matched-{tier}"] = str(record.matched_tokens.get(tier, 0))
+    if record.uncached is not None:
+        headers["x-warmroute-uncached"] = record.uncached.header()
     if record.first_leg is not None:
         headers["x-warmroute-prefiller"] = record.first_leg.replica_id
     return headers | record.prepared.headers()

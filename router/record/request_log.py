@@ -76,6 +76,11 @@ FIELDS: Final[Mapping[str, tuple[str, _Value]]] = {
         lambda r: {str(tier): r.matched_tokens.get(tier, 0) for tier in KvTier},
     ),
     "cached_tokens": ("as the replica's `usage` said", lambda r: r.cached_tokens),
+    "uncached": (
+        "why tokens were computed: `tokens` by cause, `is_reported` (whether the replica told what "
+        "was cached; if not, as the router expected), `why` in words",
+        lambda r: None if r.uncached is None else r.uncached.as_json(),
+    ),
     "output_tokens": ("as the replica's `usage` said", lambda r: r.output_tokens),
     "response_bytes": ("of the body, passed on", lambda r: r.response_bytes),
     "read_s": ("reading the prompt: template, tokens", lambda r: _rounded(r.read_s)),
@@ -180,6 +185,7 @@ def text_line(record: RequestRecord) -> str:
         "prompt_tokens": record.prompt_tokens,
         "matched": matched or None,
         "cached_tokens": record.cached_tokens,
+        "uncached": None if record.uncached is None else record.uncached.summary(),
         "output_tokens": record.output_tokens,
         "prefetch": record.prepared.prefetch,
         "copy": record.prepared.copy,

@@ -154,6 +154,7 @@ def _request(number: int, record: RequestRecord, ago_s: float) -> dict[str, Any]
         "home": record.home,
         "prompt_tokens": record.prompt_tokens,
         "matched_tokens": _by_tier(record.matched_tokens),
+        "uncached": [] if record.uncached is None else record.uncached.lines(),
         "predicted_s": None if predicted_s is None else predicted_s + (record.held_s or 0.0),
         "ttft_s": record.ttft_s,
         "tpot_s": record.tpot_s,

@@ -34,8 +34,8 @@ def simulating(*options: str) -> Iterator[tuple[subprocess.Popen[str], dict[str,
 
 
 @contextmanager
-def routing(where: dict[str, Any], directory: Path) -> Iterator[str]:
-    """Run ``warmroute serve`` in front of a fleet; give its URL."""
+def routing(where: dict[str, Any], directory: Path, **settings: Any) -> Iterator[str]:
+    """Run ``warmroute serve`` in front of a fleet, with more settings; give its URL."""
     config = {
         "port": 0,
         "replicas": [
@@ -43,6 +43,7 @@ def routing(where: dict[str, Any], directory: Path) -> Iterator[str]:
             for each in where["replicas"]
         ],
         "rates": where["router_rates"],
+        **settings,
     }
     path = directory / "router.yaml"
     path.write_text(json.dumps(config))
@@ -93,6 +94,11 @@ class Fleet:
             connection.close()
         assert response.status == 200, text
         return Answer(dict(response.headers), text)
+
+    def explained_chat(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        body = {"model": "sim", "messages": messages, "max_tokens": 8}
+        answer: dict[str, Any] = call(f"{self.router}/explain", body)
+        return answer
 
     def explained(self, ids: list[int]) -> dict[str, Any]:
         body = {"model": "sim", "prompt": text_of(ids), "max_tokens": 8}

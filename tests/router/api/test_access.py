@@ -230,6 +230,7 @@ async def test_nobody_administers_by_address(
         ("POST", "/replicas/one/resume"),
         ("GET", "/replicas"),
         ("GET", "/ui/state"),
+        ("GET", "/waste"),
         ("GET", "/metrics"),
         ("POST", "/explain"),
     ):

@@ -43,6 +43,7 @@ OURS = [
     ("POST", "/replicas/one/resume"),
     ("POST", "/explain"),
     ("GET", "/ui/state"),
+    ("GET", "/waste"),
 ]
 """The router's own administration, for which one needs an admin key."""
 IN_DISGUISE = {

@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from router.index.departed import DepartedKeys
+from router.index.holders import slots
 from router.index.prefix_index import PrefixIndex, SpeculativeEntry
 from router.index.prompt_keys import LOWER_TIERS, KvTier
 from tests.router.index.helpers import CHAIN, check_depths
@@ -43,7 +45,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = PrefixIndex(max_keys=10_000)
+        self.index = PrefixIndex(max_keys=10_000, departed=DepartedKeys(40))
         self.held: dict[tuple[int, KvTier], Counter[int]] = {}
         self.claims: list[tuple[SpeculativeEntry, int, set[int], float]] = []
         self.former: dict[SpeculativeEntry, dict[int, set[int]]] = {}
@@ -206,6 +208,24 @@ class IndexMachine(RuleBasedStateMachine):
                 count += sum(len(self.counter(store, tier)) for store in stores)
             assert self.index.held(replica).get(tier, 0) == count
 
+    @invariant()
+    def each_key_has_its_holders(self) -> None:
+        for key in CHAIN:
+            known = sum(
+                {1 << replica for (replica, _), counter in self.held.items() if key in counter}
+            )
+            holders = self.index.holders(key)
+            assert all(
+                self.index.is_clear(slot) is False or holders >> slot & 1 for slot in slots(known)
+            )
+            for replica in range(3):
+                assert not self.index.knows(replica, key) or self.holds(replica, key)
+
+    def holds(self, replica: int, key: int) -> bool:
+        """Whether a replica holds a key, or a store that it reads does."""
+        readers = [replica, *(each for each, by in self.mounts.items() if by >> replica & 1)]
+        return any(key in self.counter(each, tier) for each in readers for tier in KvTier)
+
 
 TestIndex = IndexMachine.TestCase
 TestIndex.settings = settings(max_examples=60, stateful_step_count=40)
@@ -216,7 +236,7 @@ class BoundedMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = PrefixIndex(max_keys=20)
+        self.index = PrefixIndex(max_keys=20, departed=DepartedKeys(8))
         self.now_s = 0.0
 
     @rule(replica=REPLICAS, tier=TIERS, keys=st.lists(st.integers(0, 60), max_size=40))

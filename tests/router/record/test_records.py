@@ -4,6 +4,7 @@ import logging
 import threading
 from typing import Any
 
+import orjson
 import pytest
 from prometheus_client import Counter
 
@@ -19,7 +20,8 @@ from router.record.records import (
     RequestRecord,
     answer_headers,
 )
-from router.record.request_log import RequestLog, text_line
+from router.record.request_log import RequestLog, json_line, text_line
+from router.record.uncached import Change, ChangeKind, PromptPart, Uncached, UncachedCause
 from router.staging.stager import PrefetchOutcome, StagingResult
 from tests.router.fleet.helpers import candidate, decision
 
@@ -123,6 +125,47 @@ def test_the_headers_tell_of_the_decision() -> None:
         "x-warmroute-matched-disk": "0",
         "x-warmroute-matched-remote": "0",
     }
+
+
+CHANGE = Change(
+    kind=ChangeKind.BEGINNING, place="messages[0].content", at_token=16, turn=4, since_turn=2
+)
+UNCACHED = Uncached(
+    parts=(
+        PromptPart(90, UncachedCause.CHANGED, CHANGE),
+        PromptPart(97, UncachedCause.NEW),
+        PromptPart(100, UncachedCause.SHORT),
+    ),
+    prompt_tokens=100,
+    cached_tokens=20,
+    is_reported=True,
+)
+
+
+def test_why_tokens_were_computed_is_told_but_not_to_tenants() -> None:
+    record = ended(uncached=UNCACHED)
+    assert (
+        answer_headers(record)["x-warmroute-uncached"]
+        == "changed=70 (messages[0].content);new=7;short=3"
+    )
+    assert "x-warmroute-uncached" not in answer_headers(record, is_tenant=True)
+    assert "uncached=changed:70,new:7,short:3" in text_line(record)
+    logged = orjson.loads(json_line(record, 0.0))["uncached"]
+    assert logged["tokens"] == {"changed": 70, "new": 7, "short": 3}
+    assert "in each turn since turn 2" in logged["why"][0]["words"]
+
+
+async def test_why_tokens_were_computed_is_counted_for_a_bounded_number_of_models() -> None:
+    metrics = Metrics(Fleet(TWO))
+    metrics.observe(ended(uncached=UNCACHED, model="m", key="team"))
+    metrics.observe(ended(uncached=UNCACHED, model="m", key="team"))
+    for number in range(200):
+        metrics.observe(ended(uncached=UNCACHED, model=f"m{number}"))
+    lines = (await metrics.render()).decode().splitlines()
+    name = "warmroute_uncached_tokens_total"
+    assert f'{name}{{cause="changed",key="team",model="m"}} 140.0' in lines
+    assert f'{name}{{cause="new",key="none",model="other"}} 707.0' in lines
+    assert len([each for each in lines if each.startswith(name)]) == 101 * 3
 
 
 async def test_every_end_is_counted() -> None:
