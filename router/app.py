@@ -52,6 +52,7 @@ from router.proxy.upstream import client_session
 from router.record.metrics import Metrics
 from router.record.records import RecordReader, RecordReaders
 from router.record.request_log import RecordExports
+from router.record.usage_totals import UsageTotals
 from router.scheduling.admission import AdmissionController, AdmissionQueue
 from router.scheduling.request_scheduler import RequestScheduler
 from router.staging.stager import Stager
@@ -146,7 +147,8 @@ def make_parts(
     secret = load_fleet_secret(config)
     agents = partial(AgentClient, session, secret=secret)
     stager = Stager(config, fleet, agents, lmcache=lmcache.prefetch)
-    sizes = partial(_sizes, fleet, admission, lmcache)
+    usage_totals = UsageTotals()
+    sizes = partial(_sizes, fleet, admission, lmcache, usage_totals)
     waits, retries = FirstByteWaits(fleet, lmcache), Retries()
     health = HealthMonitor(config, fleet, prompts, session, agents=agents, changed=waits.look)
     feeds = Feeds(fleet, session, secret)
@@ -161,7 +163,7 @@ def make_parts(
     members = Membership(fleet, drain_s=config.timeouts.drain_s, followers=followers)
     tls = None if config.tls is None else server_context(config.tls)
     recent = Recent(time.monotonic())
-    records = RecordReaders([recent, exports, *([] if reader is None else [reader])])
+    records = RecordReaders([recent, exports, usage_totals, *([] if reader is None else [reader])])
     lifecycle = RequestLifecycle(
         config,
         fleet=fleet,
@@ -183,6 +185,7 @@ def make_parts(
         inexact=prompts.inexact,
         asked=prompts.replica_tokenizer,
         kv_behind_s=feeds.kv_behind_s,
+        usage=usage_totals,
     )
     records.add(metrics)
     faults = FaultReport(fleet, prompts)
@@ -205,6 +208,7 @@ def make_parts(
             health_checks=health,
             lifecycle=lifecycle,
             counted=metrics,
+            usage_totals=usage_totals,
             session=session,
             access=access,
             reload=reload,
@@ -306,8 +310,11 @@ def _tokenizing_replicas(fleet: Fleet) -> list[TokenizingReplica]:
     ]
 
 
-def _sizes(fleet: Fleet, admission: AdmissionController, lmcache: Lmcache) -> dict[str, int]:
+def _sizes(
+    fleet: Fleet, admission: AdmissionController, lmcache: Lmcache, usage_totals: UsageTotals
+) -> dict[str, int]:
     return {
+        "usage": len(usage_totals),
         "index": len(fleet.index),
         "sessions": len(fleet.sessions),
         "output_lengths": len(fleet.output_lengths),
@@ -440,6 +447,7 @@ def _add_forwarded_routes(app: web.Application) -> None:
 def _add_own_routes(app: web.Application) -> None:
     _own(app, "/health", lambda parts: parts.api.health, "GET", "HEAD")
     _own(app, "/metrics", lambda parts: parts.api.metrics, "GET", "HEAD")
+    _own(app, "/usage", lambda parts: parts.api.usage, "GET", "HEAD")
     _own(app, "/explain", lambda parts: parts.api.explain, "POST")
     _own(app, "/replicas", lambda parts: parts.replica_endpoints.listing, "GET", "HEAD")
     _own(app, "/replicas/{id:.+}/drain", lambda parts: parts.replica_endpoints.drain, "POST")

@@ -395,6 +395,7 @@ class RequestLifecycle:
         leg = record.first_leg
         there = None if leg is None else leg.cached_tokens
         record.cached_tokens = usage.cached_tokens if there is None else there
+        record.input_tokens = usage.prompt_tokens
         record.output_tokens, record.answer_tokens = usage.output_tokens, usage.tokens_about
         if ok and usage.tokens_about is not None:
             self.fleet.output_lengths.note(ticket.session, record.key, usage.tokens_about)

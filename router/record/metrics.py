@@ -19,6 +19,7 @@ from router.fleet.breaker import Circuit
 from router.fleet.fleet import Fleet
 from router.fleet.replica import ReplicaState
 from router.record.records import Cause, RequestRecord
+from router.record.usage_totals import UsageTotals
 from router.staging.stager import StagingResult
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -231,6 +232,7 @@ class Metrics(Collector):
         inexact: Callable[[], Mapping[str, str | None]] = dict,
         asked: AskedReplicas | None = None,
         kv_behind_s: Callable[[], float] = float,
+        usage: UsageTotals | None = None,
     ) -> None:
         """``sizes`` tells how many entries each bounded table holds, by its name; ``lmcache`` is
         read at each scrape: what was counted of LMCache's servers, by a word for each. So are
@@ -238,7 +240,7 @@ class Metrics(Collector):
         the configuration was read again, by what came of it; ``dropped``: records of
         requests that could not be told, by where; ``inexact``: for each model why its tokens are
         not exact, or None; ``asked``: what replicas were asked for tokens; and ``kv_behind_s``:
-        `KvReceiver.behind_s`.
+        `KvReceiver.behind_s`. ``usage``: what keys have used.
         """
         self._fleet = fleet
         self._sizes = sizes
@@ -249,6 +251,7 @@ class Metrics(Collector):
         self._inexact = inexact
         self._asked = asked
         self._kv_behind_s = kv_behind_s
+        self._usage = usage
         registry = self._registry = CollectorRegistry()
         self._rendering = asyncio.Lock()
         self._counters = {
@@ -361,7 +364,8 @@ class Metrics(Collector):
         for where, count in self._dropped().items():
             dropped.add_metric([where], count)
         others = (openings, evicted, lmcache_events, refused, reloads, dropped)
-        return [*gauges.values(), *others, *self._replica_tokenizing()]
+        used = () if self._usage is None else self._usage.collect()
+        return [*gauges.values(), *others, *used, *self._replica_tokenizing()]
 
     def _replica_tokenizing(self) -> Iterable[Metric]:
         if self._asked is None:

@@ -231,6 +231,8 @@ class RequestRecord:
     """When the answer's first content came if it is streamed, else its headers."""
     cached_tokens: int | None = None
     """As the replica's ``usage`` said."""
+    input_tokens: int | None = None
+    """The prompt's tokens, as the same said."""
     output_tokens: int | None = None
     answer_tokens: int | None = None
     """The same; of a stream without ``usage`` about as many as its events."""
