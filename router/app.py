@@ -53,6 +53,7 @@ from router.proxy.upstream import client_session
 from router.record.metrics import Metrics
 from router.record.records import RecordReader, RecordReaders
 from router.record.request_log import RecordExports
+from router.record.usage_totals import UsageTotals
 from router.scheduling.admission import AdmissionController, AdmissionQueue
 from router.scheduling.request_scheduler import RequestScheduler
 from router.staging.stager import Stager
@@ -151,9 +152,10 @@ def make_parts(
     secret = load_fleet_secret(config)
     agents = partial(AgentClient, session, secret=secret)
     stager = Stager(config, fleet, agents, lmcache=lmcache.prefetch)
+    usage_totals = UsageTotals()
     causes = UncachedCauses(fleet) if config.uncached_causes else None
     wasted = None if causes is None else Waste(time.monotonic())
-    sizes = partial(_sizes, fleet, admission, lmcache, causes, wasted)
+    sizes = partial(_sizes, fleet, admission, lmcache, usage_totals, causes, wasted)
     scaling = Scaling(fleet, admission, config.scaling.decode_slots)
     waits, retries = FirstByteWaits(fleet, lmcache), Retries()
 
@@ -175,7 +177,7 @@ def make_parts(
     tls = None if config.tls is None else server_context(config.tls)
     recent = Recent(time.monotonic())
     optional = [each for each in (wasted, reader) if each is not None]
-    records = RecordReaders([recent, exports, *optional])
+    records = RecordReaders([recent, exports, usage_totals, *optional])
     lifecycle = RequestLifecycle(
         config,
         fleet=fleet,
@@ -199,6 +201,7 @@ def make_parts(
         asked=prompts.replica_tokenizer,
         kv_behind_s=feeds.kv_behind_s,
         scaling=scaling,
+        usage=usage_totals,
     )
     records.add(metrics)
     faults = FaultReport(fleet, prompts)
@@ -221,6 +224,7 @@ def make_parts(
             health_checks=health,
             lifecycle=lifecycle,
             counted=metrics,
+            usage_totals=usage_totals,
             session=session,
             access=access,
             reload=reload,
@@ -328,10 +332,12 @@ def _sizes(
     fleet: Fleet,
     admission: AdmissionController,
     lmcache: Lmcache,
+    usage_totals: UsageTotals,
     causes: UncachedCauses | None,
     wasted: Waste | None,
 ) -> dict[str, int]:
     return {
+        "usage": len(usage_totals),
         "index": len(fleet.index),
         "sessions": len(fleet.sessions),
         "output_lengths": len(fleet.output_lengths),
@@ -477,6 +483,7 @@ def _add_forwarded_routes(app: web.Application) -> None:
 def _add_own_routes(app: web.Application) -> None:
     _own(app, "/health", lambda parts: parts.api.health, "GET", "HEAD")
     _own(app, "/metrics", lambda parts: parts.api.metrics, "GET", "HEAD")
+    _own(app, "/usage", lambda parts: parts.api.usage, "GET", "HEAD")
     _own(app, "/explain", lambda parts: parts.api.explain, "POST")
     _own(app, "/scaling", lambda parts: parts.api.scaling, "GET", "HEAD")
     _own(app, "/waste", lambda parts: parts.api.waste, "GET", "HEAD")

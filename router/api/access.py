@@ -168,6 +168,9 @@ class Access:
         elif self._grants and path not in self._open:
             request[GRANT] = grant = self._grant_of(request)
             request[IS_TENANT] = not self.may_administer(request)
+            if path == _USAGE:  # also where a limit is used up
+                grant.check_expiry()
+                return None
             grant.take_request(self._clock())
             return grant
         return None

@@ -216,13 +216,24 @@ class Grant:
 
     # --- limits
 
+    def check_expiry(self) -> None:
+        """Raise `UnauthorizedError` for a key that has expired."""
+        if self._expires_utc_s == inf or self._utc_clock() < self._expires_utc_s:
+            return
+        self._refused[self.name, "expired"] += 1
+        raise UnauthorizedError(
+            f"the key '{self.name}' has expired: its last day was {self._valid_until} (UTC); ask "
+            "the operator of this router for a new one",
+            code="expired_api_key",
+        )
+
     def take_request(self, now_s: float) -> None:
         """Count a request; after that the caller must call `end_request` once.
 
         Raises `UnauthorizedError` for a key that has expired, and `RateLimitedError` where a limit
         is used up.
         """
-        self._check_expiry()
+        self.check_expiry()
         if self._max_running is not None and self._running >= self._max_running:
             raise self._used_up(
                 "parallel",
@@ -289,16 +300,6 @@ class Grant:
             "max_parallel_requests": self._max_running,
             **limits,
         }
-
-    def _check_expiry(self) -> None:
-        if self._expires_utc_s == inf or self._utc_clock() < self._expires_utc_s:
-            return
-        self._refused[self.name, "expired"] += 1
-        raise UnauthorizedError(
-            f"the key '{self.name}' has expired: its last day was {self._valid_until} (UTC); ask "
-            "the operator of this router for a new one",
-            code="expired_api_key",
-        )
 
     def _check_tokens(self, now_s: float) -> None:
         if self._tokens is not None and (wait_s := self._tokens.wait_s(now_s)) > 0:

@@ -1,4 +1,4 @@
-"""The endpoints that the router answers itself: models, health, metrics, explain."""
+"""The endpoints that the router answers itself: models, health, metrics, usage, explain."""
 
 import asyncio
 import time
@@ -24,6 +24,7 @@ from router.membership.reload import Reload
 from router.policy import PROMPTED, Plane
 from router.proxy.lifecycle import RequestLifecycle
 from router.record.metrics import CONTENT_TYPE, Metrics
+from router.record.usage_totals import UsageTotals
 from router.waste.waste import Waste
 from warmroute_common.api_errors import (
     BadRequestError,
@@ -46,6 +47,7 @@ class OwnEndpoints:
     health_checks: HealthMonitor
     lifecycle: RequestLifecycle
     counted: Metrics
+    usage_totals: UsageTotals
     session: aiohttp.ClientSession
     access: Access
     reload: Reload
@@ -126,6 +128,15 @@ class OwnEndpoints:
         if self.wasted is None:
             raise NotFoundError("nothing is counted: the configuration has uncached_causes: false")
         return as_json(self.wasted.report(time.monotonic()))
+
+    async def usage(self, request: web.Request) -> web.Response:
+        """``GET /usage``: what keys have used of models, and what is left of their limits.
+
+        A client sees its own key only.
+        """
+        grant = request.get(GRANT)
+        shown = self.usage_totals.shown(None if grant is None else grant.name)
+        return as_json(shown | {"limits": self.access.limits(grant)})
 
     async def explain(self, request: web.Request) -> web.Response:
         """``POST /explain``: where a request would go, and why, without sending it.

@@ -14,6 +14,7 @@ import yaml
 from router.cli.explain import explain
 from router.cli.router_client import drain, resume
 from router.cli.top import top
+from router.cli.usage import usage
 from router.cli.waste import waste
 from router.config.loading import load_router_config, router_config
 from router.config.settings import PickerConfig, RouterConfig
@@ -253,7 +254,7 @@ def key(name: str | None, admin: bool) -> None:
     click.echo(textwrap.indent(yaml.safe_dump([item], sort_keys=False), "    "), nl=False)
 
 
-for each in (doctor, drain, explain, resume, top, waste):
+for each in (doctor, drain, explain, resume, top, usage, waste):
     main.add_command(each)
 
 

@@ -1,4 +1,4 @@
-"""The HTTP client of a running router, for `explain`, `top`, `drain` and `resume`."""
+"""The HTTP client of a running router, for `explain`, `usage`, `top`, `drain` and `resume`."""
 
 import functools
 import json

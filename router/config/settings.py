@@ -414,9 +414,9 @@ class AccessConfig:
     """A YAML file with more ``keys:``."""
     admin_sha256: tuple[str, ...] = ()
     """SHA-256 of each admin key (``warmroute key --admin``). An admin key is required for
-    ``/explain``, ``/metrics``, ``/replicas``, the data of ``/ui``, the controller's API and the
-    details of ``/health``. The router's user may also send the token in the file that the log
-    names; commands on the same machine do so."""
+    ``/explain``, ``/metrics``, ``/replicas``, the ``/usage`` of all keys, the data of ``/ui``, the
+    controller's API and the details of ``/health``. The router's user may also send the token in
+    the file that the log names; commands on the same machine do so."""
     metrics: Literal["admin", "open"] = "admin"
     """``open``: ``/metrics`` needs no key."""
     cache: Literal["shared", "per-key"] = "shared"

@@ -433,6 +433,7 @@ class RequestLifecycle:
         leg = record.first_leg
         there = None if leg is None else leg.cached_tokens
         record.cached_tokens = usage.cached_tokens if there is None else there
+        record.input_tokens = usage.prompt_tokens
         record.output_tokens, record.answer_tokens = usage.output_tokens, usage.tokens_about
         if ok and self._causes is not None and isinstance(record.uncached, PendingUncached):
             record.uncached = self._causes.settle(

@@ -21,6 +21,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.replica import ReplicaState
 from router.fleet.scaling import Scaling
 from router.record.records import Cause, RequestRecord
+from router.record.usage_totals import UsageTotals
 from router.staging.stager import StagingResult
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -268,6 +269,7 @@ class Metrics(Collector):
         asked: AskedReplicas | None = None,
         kv_behind_s: Callable[[], float] = float,
         scaling: Scaling | None = None,
+        usage: UsageTotals | None = None,
     ) -> None:
         """``sizes`` tells how many entries each bounded table holds, by its name; ``lmcache`` is
         read at each scrape: what was counted of LMCache's servers, by a word for each. So are
@@ -275,7 +277,7 @@ class Metrics(Collector):
         the configuration was read again, by what came of it; ``dropped``: records of
         requests that could not be told, by where; ``inexact``: for each model why its tokens are
         not exact, or None; ``asked``: what replicas were asked for tokens; ``kv_behind_s``:
-        `KvReceiver.behind_s`; and ``scaling``.
+        `KvReceiver.behind_s`; ``scaling``; and ``usage``: what keys have used.
         """
         self._fleet = fleet
         self._sizes = sizes
@@ -287,6 +289,7 @@ class Metrics(Collector):
         self._asked = asked
         self._kv_behind_s = kv_behind_s
         self._scaling = scaling
+        self._usage = usage
         registry = self._registry = CollectorRegistry()
         self._rendering = asyncio.Lock()
         self._counters = {
@@ -408,7 +411,8 @@ class Metrics(Collector):
         for where, count in self._dropped().items():
             dropped.add_metric([where], count)
         others = (openings, evicted, lmcache_events, refused, reloads, dropped)
-        return [*gauges.values(), *others, *self._replica_tokenizing()]
+        used = () if self._usage is None else self._usage.collect()
+        return [*gauges.values(), *others, *used, *self._replica_tokenizing()]
 
     def _show_scaling(self, show: Callable[..., None]) -> None:
         for load in () if self._scaling is None else self._scaling.loads(time.monotonic()):

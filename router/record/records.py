@@ -243,6 +243,8 @@ class RequestRecord:
     """When the answer's first content came if it is streamed, else its headers."""
     cached_tokens: int | None = None
     """As the replica's ``usage`` said."""
+    input_tokens: int | None = None
+    """The prompt's tokens, as the same said."""
     uncached: Uncached | None = None
     """Why tokens of the prompt were computed. Until the answer ends, what is expected of that."""
     output_tokens: int | None = None

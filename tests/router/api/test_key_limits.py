@@ -132,6 +132,20 @@ async def test_a_key_has_two_secrets_while_it_is_replaced(
     assert (await ask(stranger, router, NEXT))[1]["remaining-requests"] == "0"
 
 
+@pytest.mark.parametrize(("routers", "passed"), [(1, 8), (2, 4)])
+async def test_two_routers_let_twice_the_limit_pass_unless_each_enforces_its_half(
+    fleet: Fleet, stranger: aiohttp.ClientSession, routers: int, passed: int
+) -> None:
+    """What the documentation says of limits over several routers."""
+    keys = one_key(requests_per_minute=4).keys
+    several = [await fleet.router(access=AccessConfig(keys=keys, routers=routers)) for _ in "ab"]
+    fleet.one.will(*[json_answer(CHAT_ANSWER)] * 8)
+    fleet.two.will(*[json_answer(CHAT_ANSWER)] * 8)
+    statuses = [(await ask(stranger, each))[0] for _ in range(5) for each in several]
+    assert statuses.count(200) == passed
+    assert statuses.count(429) == 10 - passed
+
+
 async def test_an_expired_key_is_told_so(fleet: Fleet, stranger: aiohttp.ClientSession) -> None:
     router = await fleet.router(access=one_key(valid_until="2020-02-29"))
     status, _, answer = await ask(stranger, router)

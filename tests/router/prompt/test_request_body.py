@@ -3,6 +3,7 @@
 import json
 import re
 import tracemalloc
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,12 @@ def test_the_size_is_at_least_what_is_parsed(value: Any) -> None:
 
 
 def test_only_short_members_are_read_of_other_bodies() -> None:
-    body = {"model": "m", "stream": True, "x_id": "7", "input": ["a"], "n": 1, "long": "x" * 5_000}
-    assert short_members(json.dumps(body).encode()) == {"model": "m", "stream": True, "x_id": "7"}
+    short = {"model": "m", "stream": True, "x_id": "7", "n": -1, "t": 0.5, "stop": None}
+    others = {"input": ["a"], "tool": {"a": 1}, "long": "x" * 5_000}
+    members = short_members(json.dumps(short | others).encode())
+    assert {name: members[name] for name in short} == short
+    assert members.keys() == (short | others).keys()
+    assert all(isnan(float(members[name] or 0)) for name in others)
     assert short_members(b'{"model": "m", "x": ') == {}
     assert short_members(b'{"x":' + b"[" * 100_000) == {}
 
