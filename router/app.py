@@ -148,7 +148,8 @@ def make_parts(
     secret = load_fleet_secret(config)
     agents = partial(AgentClient, session, secret=secret)
     stager = Stager(config, fleet, agents, lmcache=lmcache.prefetch)
-    sizes = partial(_sizes, fleet, admission, lmcache)
+    recent = Recent(time.monotonic())
+    sizes = partial(_sizes, fleet, admission, lmcache, recent)
     waits, retries = FirstByteWaits(fleet, lmcache), Retries()
     health = HealthMonitor(config, fleet, prompts, session, agents=agents, changed=waits.look)
     feeds = Feeds(fleet, session, secret)
@@ -162,7 +163,6 @@ def make_parts(
     )
     members = Membership(fleet, drain_s=config.timeouts.drain_s, followers=followers)
     tls = None if config.tls is None else server_context(config.tls)
-    recent = Recent(time.monotonic())
     records = RecordReaders([recent, exports, *([] if reader is None else [reader])])
     lifecycle = RequestLifecycle(
         config,
@@ -308,12 +308,15 @@ def _tokenizing_replicas(fleet: Fleet) -> list[TokenizingReplica]:
     ]
 
 
-def _sizes(fleet: Fleet, admission: AdmissionController, lmcache: Lmcache) -> dict[str, int]:
+def _sizes(
+    fleet: Fleet, admission: AdmissionController, lmcache: Lmcache, recent: Recent
+) -> dict[str, int]:
     return {
         "index": len(fleet.index),
         "sessions": len(fleet.sessions),
         "output_lengths": len(fleet.output_lengths),
         "waiting": len(admission),
+        "recent_requests": recent.kept,
         "lmcache": len(lmcache),
         "lmcache_workers": 0 if lmcache.workers is None else len(lmcache.workers.registry),
     }
@@ -455,6 +458,7 @@ def _add_own_routes(app: web.Application) -> None:
     _own(app, "/replicas", lambda parts: parts.replica_endpoints.listing, "GET", "HEAD")
     _own(app, "/replicas/{id:.+}/drain", lambda parts: parts.replica_endpoints.drain, "POST")
     _own(app, "/replicas/{id:.+}/resume", lambda parts: parts.replica_endpoints.resume, "POST")
+    _own(app, "/requests/{id:.+}", lambda parts: parts.page.request, "GET", "HEAD")
     _own(app, "/ui/state", lambda parts: parts.page.state, "GET", "HEAD")
     for path in FILES:
         _own(app, path, lambda parts: parts.page.file, "GET", "HEAD")

@@ -35,7 +35,7 @@ _METRICS: Final = "/metrics"
 _REPLICAS: Final = "/replicas"
 _HEALTH: Final = "/health"
 _ADMIN: Final = frozenset({"/explain", "/ui/state", _METRICS, _REPLICAS})
-_BELOW_ADMIN: Final = (f"{_REPLICAS}/",)
+_BELOW_ADMIN: Final = (f"{_REPLICAS}/", "/requests/")
 """Prefixes of paths that need an admin key too."""
 
 
