@@ -8,7 +8,7 @@ import logging
 import random
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sized
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -152,10 +152,10 @@ def make_parts(
     secret = load_fleet_secret(config)
     agents = partial(AgentClient, session, secret=secret)
     stager = Stager(config, fleet, agents, lmcache=lmcache.prefetch)
+    recent = Recent(time.monotonic())
     usage_totals = UsageTotals()
     causes = UncachedCauses(fleet) if config.uncached_causes else None
     wasted = None if causes is None else Waste(time.monotonic())
-    sizes = partial(_sizes, fleet, admission, lmcache, usage_totals, causes, wasted)
     scaling = Scaling(fleet, admission, config.scaling.decode_slots)
     waits, retries = FirstByteWaits(fleet, lmcache), Retries()
 
@@ -175,7 +175,6 @@ def make_parts(
     )
     members = Membership(fleet, drain_s=config.timeouts.drain_s, followers=followers)
     tls = None if config.tls is None else server_context(config.tls)
-    recent = Recent(time.monotonic())
     optional = [each for each in (wasted, reader) if each is not None]
     records = RecordReaders([recent, exports, usage_totals, *optional])
     lifecycle = RequestLifecycle(
@@ -194,8 +193,21 @@ def make_parts(
         config, file, _live(fleet, members, access, lifecycle, tls=tls, replica_tls=replica_tls)
     )
     prompts.ask_replicas(session, partial(_tokenizing_replicas, fleet))
+    tables = {
+        "index": fleet.index,
+        "sessions": fleet.sessions,
+        "output_lengths": fleet.output_lengths,
+        "waiting": admission,
+        "recent_requests": recent,
+        "usage": usage_totals,
+        "departed_keys": fleet.index.departed,
+        "last_prompts": None if causes is None else causes.last_prompts,
+        "waste": wasted,
+        "lmcache": lmcache,
+        "lmcache_workers": None if lmcache.workers is None else lmcache.workers.registry,
+    }
     metrics = Metrics(
-        *(fleet, sizes, lmcache.counts, access.refused, reload.counts),
+        *(fleet, partial(_sizes, tables), lmcache.counts, access.refused, reload.counts),
         dropped=exports.dropped,
         inexact=prompts.inexact,
         asked=prompts.replica_tokenizer,
@@ -328,26 +340,8 @@ def _tokenizing_replicas(fleet: Fleet) -> list[TokenizingReplica]:
     ]
 
 
-def _sizes(
-    fleet: Fleet,
-    admission: AdmissionController,
-    lmcache: Lmcache,
-    usage_totals: UsageTotals,
-    causes: UncachedCauses | None,
-    wasted: Waste | None,
-) -> dict[str, int]:
-    return {
-        "usage": len(usage_totals),
-        "index": len(fleet.index),
-        "sessions": len(fleet.sessions),
-        "output_lengths": len(fleet.output_lengths),
-        "waiting": len(admission),
-        "lmcache": len(lmcache),
-        "departed_keys": 0 if fleet.index.departed is None else len(fleet.index.departed),
-        "last_prompts": 0 if causes is None else len(causes.last_prompts),
-        "waste": 0 if wasted is None else len(wasted),
-        "lmcache_workers": 0 if lmcache.workers is None else len(lmcache.workers.registry),
-    }
+def _sizes(tables: Mapping[str, Sized | None]) -> dict[str, int]:
+    return {name: 0 if table is None else len(table) for name, table in tables.items()}
 
 
 log = logging.getLogger("warmroute")
@@ -490,6 +484,7 @@ def _add_own_routes(app: web.Application) -> None:
     _own(app, "/replicas", lambda parts: parts.replica_endpoints.listing, "GET", "HEAD")
     _own(app, "/replicas/{id:.+}/drain", lambda parts: parts.replica_endpoints.drain, "POST")
     _own(app, "/replicas/{id:.+}/resume", lambda parts: parts.replica_endpoints.resume, "POST")
+    _own(app, "/requests/{id:.+}", lambda parts: parts.page.request, "GET", "HEAD")
     _own(app, "/ui/state", lambda parts: parts.page.state, "GET", "HEAD")
     for path in FILES:
         _own(app, path, lambda parts: parts.page.file, "GET", "HEAD")

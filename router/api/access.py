@@ -30,7 +30,7 @@ _HEALTH: Final = "/health"
 _USAGE: Final = "/usage"
 """For an admin key, or a client key that asks about itself."""
 _ADMIN: Final = frozenset({"/explain", "/scaling", "/ui/state", "/waste", _METRICS, _REPLICAS})
-_BELOW_ADMIN: Final = (f"{_REPLICAS}/",)
+_BELOW_ADMIN: Final = (f"{_REPLICAS}/", "/requests/")
 """Prefixes of paths that need an admin key too."""
 
 

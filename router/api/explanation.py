@@ -12,6 +12,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.replica import ReplicaState
 from router.index.prompt_keys import KvTier
 from router.prompt.prompt import Prompt
+from router.record.time_account import seconds_text
 from warmroute_common.addresses import without_password
 
 SHOWN: Final = 16
@@ -96,13 +97,6 @@ def why(decision: Decision, policy: PolicyName, weights: CostWeights) -> str:
         head = "is nearly as fast as the fastest"
     contrast = _against(picked, other, name, weights)
     return f"{picked.replica_id} {head}: {holds}; {contrast}."
-
-
-def seconds_text(seconds: float) -> str:
-    """Return a time as people write it: 12.3 s, 0.25 s, 31 ms."""
-    if seconds >= 1:
-        return f"{seconds:,.1f} s"
-    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1000:.0f} ms"
 
 
 def _holds(picked: Candidate, prompt_tokens: int) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Final
 import click
 import yaml
 
-from router.cli.explain import explain
+from router.cli.explain import explain, why
 from router.cli.router_client import drain, resume
 from router.cli.top import top
 from router.cli.usage import usage
@@ -254,7 +254,7 @@ def key(name: str | None, admin: bool) -> None:
     click.echo(textwrap.indent(yaml.safe_dump([item], sort_keys=False), "    "), nl=False)
 
 
-for each in (doctor, drain, explain, resume, top, usage, waste):
+for each in (doctor, drain, explain, resume, top, usage, waste, why):
     main.add_command(each)
 
 

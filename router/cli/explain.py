@@ -1,10 +1,11 @@
-"""``warmroute explain``: asks a running router, and shows its answer as tables."""
+"""``warmroute explain`` and ``warmroute why``: ask a running router, and show what it answers."""
 
 import json
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, Final
+from urllib.parse import quote
 
 import click
 
@@ -42,6 +43,33 @@ def explain(
         raise click.UsageError(f"{where} is empty; give the text of a prompt")
     answer = ask(router, text, model=model, session=session)
     click.echo(json.dumps(answer, indent=2) if as_json else table(answer))
+
+
+@click.command(short_help="Say why a request took as long as it did.")
+@click.argument("request_id", metavar="REQUEST_ID")
+@asks_router
+@click.option("--json", "as_json", is_flag=True, help="Print the whole answer as JSON.")
+def why(*, request_id: str, router: RouterClient, as_json: bool) -> None:
+    """Say where the time of a request went, and which part was unexpected.
+
+    REQUEST_ID is the x-request-id of its answer. The router that carried the
+    request knows it once it has ended, among its last 1,000 requests.
+    """
+    answer = router.ask(f"/requests/{quote(request_id, safe='')}")
+    click.echo(json.dumps(answer, indent=2) if as_json else sections(answer["why"]))
+
+
+def sections(lines: dict[str, list[str]]) -> str:
+    """Return lines below their headings, without what a terminal takes for a command."""
+    shown = [
+        "\n".join([heading.capitalize(), *(f"  {_printable(each)}" for each in below)])
+        for heading, below in lines.items()
+    ]
+    return "\n\n".join(shown)
+
+
+def _printable(text: str) -> str:
+    return "".join(each if each.isprintable() else "\ufffd" for each in text)
 
 
 def ask(

@@ -322,6 +322,9 @@ class RequestLifecycle:
         record.place_s = admitted.decision.made_in_s
         record.held_s = (record.held_s or 0.0) + admitted.waited_s
         record.decided(admitted.decision)
+        picked = admitted.decision.picked
+        if picked.output_tokens:
+            record.expected_tpot_s = picked.decode_s(self.fleet.weights) / picked.output_tokens
         if self._causes is not None:
             record.uncached = self._causes.expect(
                 admitted.decision,

@@ -13,6 +13,7 @@ from enum import StrEnum
 from math import nan
 from typing import Final, NamedTuple, Protocol
 
+from router.fleet.cost_model import Cost
 from router.fleet.decision import Decision
 from router.index.prompt_keys import KvTier
 from router.record.uncached import Uncached
@@ -230,6 +231,10 @@ class RequestRecord:
     matched_tokens: Mapping[KvTier, int] = field(default_factory=dict)
     """By tier, as the router believed when it decided."""
     predicted_ttft_s: float | None = None
+    cost: Cost | None = None
+    """The parts of the predicted TTFT."""
+    expected_tpot_s: float | None = None
+    """Time per output token after the first one, as it was predicted."""
     prepared: StagingResult = field(default_factory=StagingResult)
     """At that replica."""
     first_leg: FirstLeg | None = None
@@ -262,6 +267,7 @@ class RequestRecord:
         self.home = decision.home
         self.prompt_tokens, self.matched_tokens = decision.prompt_tokens, decision.matched_tokens
         self.predicted_ttft_s = decision.predicted_ttft_s
+        self.cost = decision.picked.cost
 
     def step(self, name: str, began_s: float) -> None:
         """Note that a step has ended now."""

@@ -119,10 +119,14 @@ FIELDS: Final[Mapping[str, tuple[str, _Value]]] = {
 
 def json_line(record: RequestRecord, ended_s: float) -> str:
     """Return the line of a request that ended at this time since 1970."""
+    return orjson.dumps(record_fields(record, ended_s), default=str).decode()
+
+
+def record_fields(record: RequestRecord, ended_s: float) -> dict[str, Any]:
+    """Return `FIELDS` and ``time`` of a request that ended at this time since 1970."""
     time = datetime.fromtimestamp(ended_s, UTC).isoformat(timespec="milliseconds")
     fields: dict[str, Any] = {"time": time.replace("+00:00", "Z")}
-    fields |= {name: value(record) for name, (_, value) in FIELDS.items()}
-    return orjson.dumps(fields, default=str).decode()
+    return fields | {name: value(record) for name, (_, value) in FIELDS.items()}
 
 
 def _short(text: str | None) -> str | None:

@@ -5,7 +5,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from math import isfinite
 from pathlib import Path
@@ -18,7 +18,10 @@ from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica
 from router.index.prompt_keys import KvTier
 from router.record.records import RequestRecord
-from router.ui.recent import KEPT_SPILLS, SLICE_S, SLICES, Durations, Recent, Sums, Tokens
+from router.record.request_log import record_fields
+from router.record.time_account import TimeAccount, told_of
+from router.ui.recent import KEPT, KEPT_SPILLS, SLICE_S, SLICES, Durations, Recent, Sums, Tokens
+from warmroute_common.api_errors import NotFoundError
 from warmroute_common.http_server import as_json
 
 _MODELS: Final = 100
@@ -253,6 +256,33 @@ class Page:
             wall_s=time.time(),
         )
         answer = as_json(shown)
+        answer.headers["Cache-Control"] = "no-store"
+        return answer
+
+    async def request(self, request: web.Request) -> web.Response:
+        """``GET /requests/ID``: what is known of a request that has ended, and in words why it took
+        as long as it did.
+
+        Only the router that has carried the request knows it.
+        """
+        request_id = request.match_info["id"]
+        record = self.recent.find(request_id)
+        if record is None:
+            raise NotFoundError(
+                f"no request '{request_id}' has ended here among the last {KEPT:,}; look for it in "
+                "the request log, or ask the router that carried it"
+            )
+        ended_s = record.ended_s + time.time() - time.monotonic()
+        account = TimeAccount(record)
+        found = account.most_unexpected
+        answer = as_json(
+            {
+                "record": record_fields(record, ended_s),
+                "parts": [asdict(each) for each in account.parts],
+                "most_unexpected": None if found is None else found.name,
+                "why": told_of(record),
+            }
+        )
         answer.headers["Cache-Control"] = "no-store"
         return answer
 

@@ -1,10 +1,11 @@
 """The last requests, and sums over the last 15 minutes. Pure: times come with the records.
 
-Bounded: the last `KEPT` requests, and `SLICES` slices of time with their sums. The sums of the
-whole window are kept up to date as requests end, so showing them costs the same at any load.
+Bounded: the last `KEPT` requests, of which the page shows the last `SHOWN`, and `SLICES` slices of
+time with their sums. The sums of the whole window are kept up to date as requests end, so showing
+them costs the same at any load.
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from math import exp, log
 from typing import Final
@@ -69,7 +70,11 @@ class Durations:
         return f"<Durations {self.count} p50={self.quantile_s(0.5)}>"
 
 
-KEPT: Final = 50
+SHOWN: Final = 50
+KEPT: Final = 1000
+"""Requests that `Recent.find` finds: some MiB."""
+KEPT_REFUSED: Final = 100
+"""The same of requests that were not admitted: anybody can send many."""
 KEPT_SPILLS: Final = 10
 SLICE_S: Final = 10.0
 SLICES: Final = 90
@@ -179,15 +184,27 @@ class Recent:
         self.began_s = now_s
         self.window = Sums()
         self.slices: deque[TimeSlice] = deque([TimeSlice(_beginning(now_s))])
-        self.requests: deque[tuple[int, RequestRecord]] = deque(maxlen=KEPT)
+        self.requests: deque[tuple[int, RequestRecord]] = deque(maxlen=SHOWN)
         """With their numbers, the newest last."""
         self.spills: deque[RequestRecord] = deque(maxlen=KEPT_SPILLS)
         self.count = 0
+        self._by_id: OrderedDict[str, RequestRecord] = OrderedDict()
+        self._refused: OrderedDict[str, RequestRecord] = OrderedDict()
+
+    def __len__(self) -> int:
+        """How many requests `find` finds."""
+        return len(self._by_id) + len(self._refused)
+
+    def find(self, request_id: str) -> RequestRecord | None:
+        """Return the last request with this id; None if it has not ended, or is not kept."""
+        return self._by_id.get(request_id) or self._refused.get(request_id)
 
     def observe(self, record: RequestRecord) -> None:
         """Take in a request that has ended."""
         if not record.is_admitted:
-            return  # anybody can send many
+            _keep(self._refused, record, KEPT_REFUSED)
+            return
+        _keep(self._by_id, record, KEPT)
         self.pass_time(record.ended_s)
         self.count += 1
         self.requests.append((self.count, record))
@@ -221,6 +238,14 @@ class Recent:
         assert total == self.window
         began = [each.began_s for each in self.slices]
         assert began == sorted(set(began)) and began[-1] - began[0] < SLICES * SLICE_S
+
+
+def _keep(records: OrderedDict[str, RequestRecord], record: RequestRecord, most: int) -> None:
+    """Add a record, which replaces one with the same id, and drop the oldest one of too many."""
+    records[record.request_id] = record
+    records.move_to_end(record.request_id)
+    if len(records) > most:
+        records.popitem(last=False)
 
 
 def _beginning(now_s: float) -> float:

@@ -96,10 +96,12 @@ async function problemOf(response) {
   }
 }
 
+// Without a body it is a GET.
 async function ask(path, body) {
+  const sent = body === undefined ? {} : { method: "POST", body: JSON.stringify(body) };
   try {
     const response = await fetch(path, {
-      ...options(), method: "POST", body: JSON.stringify(body), signal: AbortSignal.timeout(30000),
+      ...options(), ...sent, signal: AbortSignal.timeout(30000),
     });
     if (response.ok) return { answer: await response.json() };
     return { problem: await problemOf(response) };
@@ -130,7 +132,7 @@ byId("key").addEventListener("submit", (event) => {
 });
 document.addEventListener("visibilitychange", refresh);
 fleet.begin();
-requests.begin();
+requests.begin(ask);
 chart.begin();
 explain.begin(ask);
 refresh();

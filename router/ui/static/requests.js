@@ -1,9 +1,15 @@
-// The requests that have ended last.
+// The requests that have ended last. A row opens what `warmroute why` prints.
 
-import { bar, byId, cell, element, headings, reconcile } from "./elements.js";
+import { bar, byId, cell, element, headings, reconcile, setText } from "./elements.js";
 import { clock, count, promptParts, seconds } from "./words.js";
 
-export function begin() {
+export function begin(ask) {
+  byId("requests").addEventListener("click", (event) => {
+    const row = event.target.closest("tr");
+    // Not while text of the row is being selected.
+    if (row !== null && getSelection().isCollapsed) open(ask, row.dataset.id);
+  });
+  byId("why-close").addEventListener("click", () => byId("why").close());
   headings(byId("requests-head"), [
     ["Ended", "time", null],
     ["Replica", "", null],
@@ -21,14 +27,25 @@ export function show({ requests }) {
   byId("no-requests").hidden = requests.length > 0;
 }
 
+async function open(ask, id) {
+  const { answer, problem } = await ask(`requests/${encodeURIComponent(id)}`);
+  const sections = Object.entries(answer?.why ?? { "": [problem] });
+  byId("why-told").replaceChildren(...sections.flatMap(([heading, lines]) =>
+    [element("h3", {}, heading), element("pre", {}, lines.join("\n"))]));
+  setText(byId("why-id"), id);
+  if (!byId("why").open) byId("why").showModal();
+}
+
 function makeRow(request) {
   const { replica, reason, home, status, outcome, tries } = request;
   const spilled = reason === "session-spill" && home;
   const why = [reason ?? "–", spilled ? ` from ${home}` : "", tries > 1 ? `, try ${tries}` : ""];
   const ok = outcome === "ok" && status !== null && status < 400;
   return element(
-    "tr", { role: "row", class: ok ? null : "troubled", title: `${request.endpoint} ${request.id}` },
-    cell("ended", "time", clock(request.ended)),
+    "tr", { role: "row", class: ok ? null : "troubled", title: `${request.endpoint} ${request.id}`,
+      "data-id": request.id },
+    cell("ended", "time", element("button", { type: "button", title: "Where its time went" },
+      clock(request.ended))),
     cell("replica", "replica", replica ?? "none"),
     cell("why", "why", why.join("")),
     cell("prompt tokens", "prompt", prompt(request)),

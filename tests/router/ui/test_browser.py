@@ -169,6 +169,31 @@ async def test_the_explain_box_answers_or_says_why_not(
     assert not fleet.one.seen and not fleet.two.seen
 
 
+async def test_a_row_opens_where_its_time_went(
+    fleet: Fleet, client: aiohttp.ClientSession, page: Page, seen: Seen
+) -> None:
+    fleet.one.will(stream(*chat_events("a", "b")))
+    router = await fleet.router()
+    async with client.post(
+        f"{router.url}/v1/chat/completions",
+        json={"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": True},
+        headers={"X-Request-Id": f"a/{HACK}"},
+    ) as response:
+        await response.read()
+    await page.goto(f"{router.url}/ui")
+    await page.locator("#requests tr .replica").click()
+    told = page.locator("#why-told")
+    await expect(page.locator("#why-id")).to_have_text(f"a/{HACK}")
+    await expect(told.locator("pre").first).to_contain_text("POST /v1/chat/completions: model m")
+    await expect(told.locator("h3").nth(1)).to_contain_text("went")
+    await page.click("#why-close")
+    await expect(page.locator("#why")).to_be_hidden()
+    await page.locator("#requests button").focus()
+    await page.keyboard.press("Enter")
+    await expect(page.locator("#why")).to_be_visible()
+    assert not seen.errors and not await page.evaluate("window.hacked")
+
+
 async def test_a_key_is_asked_for_used_and_kept_in_the_tab(fleet: Fleet, page: Page) -> None:
     router = await fleet.router(access=AccessConfig(admin_sha256=(sha256_of(ADMIN),)))
     await page.set_extra_http_headers({})

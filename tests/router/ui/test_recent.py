@@ -6,18 +6,41 @@ from hypothesis import strategies as st
 
 from router.fleet.decision import Reason
 from router.index.prompt_keys import KvTier
-from router.ui.recent import KEPT, KEPT_SPILLS, SLICE_S, SLICES, Durations, Recent, Sums
+from router.ui.recent import (
+    KEPT,
+    KEPT_REFUSED,
+    KEPT_SPILLS,
+    SHOWN,
+    SLICE_S,
+    SLICES,
+    Durations,
+    Recent,
+    Sums,
+)
 from tests.router.ui.recording import ended, matched
 
 
 def test_the_last_requests_are_kept_with_their_numbers() -> None:
     recent = Recent(0.0)
-    for number in range(KEPT + 5):
+    for number in range(SHOWN + 5):
         recent.observe(ended(float(number)))
     numbers = [number for number, _ in recent.requests]
-    assert numbers == list(range(6, KEPT + 6))
-    assert recent.requests[-1][1].ended_s == KEPT + 4
-    assert recent.count == KEPT + 5
+    assert numbers == list(range(6, SHOWN + 6))
+    assert recent.requests[-1][1].ended_s == SHOWN + 4
+    assert recent.count == SHOWN + 5
+
+
+def test_records_are_found_by_their_ids_as_long_as_they_are_kept() -> None:
+    recent = Recent(0.0)
+    for number in range(KEPT + 5):
+        recent.observe(ended(1.0, request_id=f"r{number}"))
+        recent.observe(ended(1.0, request_id=f"refused{number}", is_admitted=False))
+    recent.observe(ended(2.0, request_id="r5"))
+    assert recent.find("r4") is None and recent.find("nothing") is None
+    again = recent.find("r5")
+    assert again is not None and again.ended_s == 2.0
+    assert recent.find("refused0") is None and recent.find(f"refused{KEPT}") is not None
+    assert len(recent) == KEPT + KEPT_REFUSED
 
 
 def test_tokens_are_summed_up_by_replica_and_tier() -> None:
