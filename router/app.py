@@ -193,7 +193,7 @@ def make_parts(
         config, file, _live(fleet, members, access, lifecycle, tls=tls, replica_tls=replica_tls)
     )
     prompts.ask_replicas(session, partial(_tokenizing_replicas, fleet))
-    tables = {
+    tables: dict[str, Sized | None] = {
         "index": fleet.index,
         "sessions": fleet.sessions,
         "output_lengths": fleet.output_lengths,

@@ -1,6 +1,7 @@
 """The Grafana dashboard and the alerts: what they ask for is what a router tells."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.router.scripted import chat_events, stream
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs"
+RUNBOOK = ROOT / "docs" / "runbook.md"
 ADDED_BY_PROMETHEUS = {"instance", "job"}
 COLUMNS = 24
 
@@ -211,5 +213,15 @@ def test_the_dashboard_is_one_that_grafana_loads() -> None:
 def test_every_alert_says_what_to_do() -> None:
     for rule in rules():
         assert rule["labels"]["severity"] in ("critical", "warning", "info")
-        assert rule["annotations"].keys() == {"summary", "description"}
+        assert rule["annotations"].keys() == {"summary", "description", "runbook"}
         parsed(rule["expr"])
+
+
+def test_every_alert_has_its_entry_in_the_runbook() -> None:
+    """In the same order, and the page has no others."""
+    headings = re.findall("^## (.*)$", RUNBOOK.read_text(), flags=re.MULTILINE)
+    assert headings == [rule["alert"] for rule in rules()]
+    for rule in rules():
+        page, _, anchor = rule["annotations"]["runbook"].partition("#")
+        assert CONFIGS.parent / page == RUNBOOK
+        assert anchor == rule["alert"].lower()
