@@ -161,10 +161,10 @@ class BandwidthMeter:
         self._advance(now_s)
         self._active += 1
 
-    def stop(self, now_s: float, moved_bytes: int) -> None:
-        """An operation ends that has moved ``moved_bytes`` (0: it failed)."""
+    def stop(self, now_s: float, moved_bytes: int, operations: int = 1) -> None:
+        """Operations end that have moved ``moved_bytes`` together (0: they failed)."""
         self._advance(now_s)
-        self._active -= 1
+        self._active -= operations
         self._moved(moved_bytes)
 
     def add(self, moved_bytes: int, busy_s: float) -> None:

@@ -132,9 +132,7 @@ class TierIo:
 
     Each path of a local tier has its own. ``queue_name`` is one of the index's queues.
 
-    The I/O that was decided under ``lock`` comes back in `start`. A job takes from a queue what
-    it finds there, and ends if it finds nothing. Each addition to a queue starts a job, so nothing
-    stays in it for ever.
+    The I/O that was decided under ``lock`` comes back in `start`. `QueueJobs` does the batches.
 
     A tier's exception is a failure like any other: an entry whose read or write never ended would
     keep its slot for ever.
@@ -170,6 +168,8 @@ class TierIo:
         self._write_meter = BandwidthMeter()
         self._readers = make_threads(f"kv-get-{self.name}", self._read_threads)
         self._writers = make_threads(f"kv-put-{self.name}", self._write_threads)
+        self._reads = QueueJobs(self._readers, self._read_threads, self._read_batch)
+        self._writes = QueueJobs(self._writers, self._write_threads, self._write_batch)
         # Questions have a thread of their own, since requests wait for them: they do not queue
         # behind reads. And one thread only, so that all that come up while it asks go in its next
         # call.
@@ -190,10 +190,10 @@ class TierIo:
         is_cleared: bool,
     ) -> None:
         """Start the I/O that was decided; the numbers count what was newly queued."""
-        for _ in range(min(gets, self._read_threads)):
-            _run(self._readers, partial(_take_turns, self._readers, self._read_batch))
-        for _ in range(min(puts, self._write_threads)):
-            _run(self._writers, partial(_take_turns, self._writers, self._write_batch))
+        if gets:
+            self._reads.start(gets)
+        if puts:
+            self._writes.start(puts)
         for start in range(0, len(deletes), _DELETE_BATCH):
             _run(self._writers, partial(self._delete, deletes[start : start + _DELETE_BATCH]))
         if is_cleared:
@@ -225,20 +225,20 @@ class TierIo:
     # --- reads ---
 
     def _read_batch(self) -> bool:
-        """Read the next batch of the queue; return whether there was more."""
+        """Read the next batch of the queue; return whether to look for another."""
         with self._lock as decider:
-            if self.index.is_suspended(self.name):
-                return decider.promoter.give_up(self.index, self.name, self._clock())
             reads = decider.promoter.reads[self.name]
+            if self.index.is_suspended(self.name):
+                decider.promoter.give_up(self.index, self.name, self._clock())
+                return self._reads.goes_on(reads.waiting)
             share = self._share(reads.waiting + reads.begun, self._read_threads)
             entries = decider.promoter.take(self.name, share, self._clock())
             if not entries:
-                return False
-            is_more = reads.waiting > 0
+                return self._reads.goes_on(0)
         outcomes = self._move(self._tier.get_many, entries) or [GetOutcome.FAILED] * len(entries)
         with self._lock as decider:
             decider.promoter.end(self.index, entries, outcomes, self._clock())
-        return is_more
+            return self._reads.goes_on(reads.waiting)
 
     def _move(
         self, call: Callable[[list[Chunk]], list[T]], entries: Sequence[PoolEntry]
@@ -264,7 +264,7 @@ class TierIo:
     # --- writes ---
 
     def _write_batch(self) -> bool:
-        """Write the next batch of the queue; return whether there was more."""
+        """Write the next batch of the queue; return whether to look for another."""
         with self._lock as decider:
             puts = decider.cascades[self.name]
             if not self.is_writing:
@@ -272,9 +272,9 @@ class TierIo:
             share = self._share(puts.waiting + self._being_written, self._write_threads)
             entries, victims = puts.begin(share, self._clock())
             if not entries:
-                return puts.waiting > 0  # it was empty, or a portion of it was dropped
+                # It was empty, or a portion of it was dropped.
+                return self._writes.goes_on(puts.waiting)
             self._being_written += len(entries)
-            is_more = puts.waiting > 0
         if victims:
             self._delete(victims)
         with self._lock:
@@ -284,13 +284,14 @@ class TierIo:
             now_s = self._clock()
             self._write_meter.stop(now_s, outcomes.count(PutOutcome.STORED) * self._pool.slot_bytes)
             self._being_written -= len(entries)
-            decider.cascades[self.name].end(entries, outcomes, now_s)
+            puts.end(entries, outcomes, now_s)
             must_save = now_s >= self._save_at_s
             if must_save:
                 self._save_at_s = now_s + _SAVE_S
+            goes_on = self._writes.goes_on(puts.waiting)
         if must_save:
             self.save_order(is_final=False)
-        return is_more
+        return goes_on
 
     def save_order(self, *, is_final: bool) -> None:
         """Have a local tier keep the order of its chunks for the next start."""
@@ -383,6 +384,43 @@ def _take_turns(threads: JobRunner, batch: Callable[[], bool]) -> None:
     """Do a batch, and queue a job for the rest behind the other jobs."""
     while batch() and not threads.submit(partial(_take_turns, threads, batch)):
         pass  # stopped: no other thread will do the rest
+
+
+class QueueJobs:
+    """The jobs that do a queue's batches in turns, no more of them than ``most`` threads.
+
+    A batch looks at the queue under the engine's lock, and calls `goes_on` in the same hold. So
+    what is queued later finds a job that still looks, or starts one.
+    """
+
+    def __init__(self, threads: JobRunner, most: int, batch: Callable[[], bool]) -> None:
+        self._threads = threads
+        self._most = most
+        self._batch = batch
+        self._lock = threading.Lock()
+        self._running = 0
+
+    def start(self, queued: int) -> None:
+        """Have what was queued done; to be called after the engine's lock was released."""
+        with self._lock:
+            new = min(queued, self._most - self._running)
+            self._running += new
+        for _ in range(new):
+            _run(self._threads, partial(_take_turns, self._threads, self._turn))
+
+    def goes_on(self, waiting: int) -> bool:
+        """Return whether a job's next turn comes; without one it has ended."""
+        if not waiting:
+            with self._lock:
+                self._running -= 1
+        return waiting > 0
+
+    def _turn(self) -> bool:
+        try:
+            return self._batch()
+        except BaseException:
+            self.goes_on(0)
+            raise
 
 
 class TierStack:

@@ -234,12 +234,13 @@ class Decider:
         # Backwards, so that the first chunk of a prefix is the most recent.
         for entry in reversed(whole):
             self.pool.publish(entry, now_s)
-            self.state.settle(entry.key, PromotionOutcome.RESIDENT)
-        self.state.emit(CPU, stored=True, keys=[entry.key for entry in whole])
+        published = [entry.key for entry in whole]
+        self.state.settle(published, PromotionOutcome.RESIDENT)
+        self.state.emit(CPU, stored=True, keys=published)
         for entry in entries:
             if entry.state is not EntryState.READY:
                 self.pool.remove(entry)
-                self.state.settle(entry.key, PromotionOutcome.MISSING)
+                self.state.settle([entry.key], PromotionOutcome.MISSING)
         return whole
 
     def put_down(self, entries: Iterable[PoolEntry], now_s: float) -> None:

@@ -80,30 +80,36 @@ class Promoter:
         outcomes: Sequence[GetOutcome],
         now_s: float,
     ) -> None:
-        """Note how reads from a tier ended: each chunk is visible, or was never there."""
-        for entry, outcome in zip(entries, outcomes, strict=True):
-            is_whole = outcome is GetOutcome.OK
-            moved_bytes = self._state.chunk_bytes if is_whole else 0
-            self.reads[index.queue_of(entry.key)].end(entry.key, now_s, moved_bytes)
-            self._count(index, outcome)
-            self._end_read(index, entry.key, outcome, now_s)
-            # The pool may have been cleared while the bytes came.
-            if is_whole and not self._state.pool.is_hidden(entry):
-                self._promoted(entry, index, now_s)
-            else:
+        """Note how a batch of one queue ended: each chunk is visible, or was never there."""
+        self.reads[index.queue_of(entries[0].key)].end(
+            entries, now_s, outcomes.count(GetOutcome.OK) * self._state.chunk_bytes
+        )
+        self._count(index, outcomes)
+        ends = [*zip(entries, outcomes, strict=True)]
+        self._end_reads(index, ends, now_s)
+        # The pool may have been cleared while the bytes came.
+        is_hidden = self._state.pool.is_hidden
+        whole = [each for each, end in ends if end is GetOutcome.OK and not is_hidden(each)]
+        self._promoted(whole, index, now_s)
+        for entry in entries:
+            if entry.state is not EntryState.READY:
                 self._read_failed(entry, now_s)
 
-    def _promoted(self, entry: PoolEntry, source: LowerIndex, now_s: float) -> None:
+    def _promoted(self, entries: Sequence[PoolEntry], source: LowerIndex, now_s: float) -> None:
         state = self._state
-        entry.is_prefetched = True
-        state.stats.promoted += 1
-        state.stats.promoted_bytes += state.chunk_bytes
-        state.pool.publish(entry, now_s)
-        state.settle(entry.key, PromotionOutcome.PROMOTED)
-        state.emit(CPU, stored=True, keys=[entry.key])
-        for index in state.lower[: state.lower.index(source)]:
-            self._cascades[index.queue_of(entry.key)].queue(entry, now_s)
-        state.remove_if_unwanted(entry, now_s)
+        for entry in entries:
+            entry.is_prefetched = True
+            state.pool.publish(entry, now_s)
+        keys = [entry.key for entry in entries]
+        state.stats.promoted += len(keys)
+        state.stats.promoted_bytes += len(keys) * state.chunk_bytes
+        state.settle(keys, PromotionOutcome.PROMOTED)
+        state.emit(CPU, stored=True, keys=keys)
+        nearer = state.lower[: state.lower.index(source)]
+        for entry in entries:
+            for index in nearer:
+                self._cascades[index.queue_of(entry.key)].queue(entry, now_s)
+            state.remove_if_unwanted(entry, now_s)
 
     def _read_failed(self, entry: PoolEntry, now_s: float) -> None:
         state = self._state
@@ -114,7 +120,7 @@ class Promoter:
             self.queue(entry, source, now_s, is_demand=any(each.is_demand for each in waiters))
             return
         state.pool.remove(entry)
-        state.settle(entry.key, PromotionOutcome.MISSING)
+        state.settle([entry.key], PromotionOutcome.MISSING)
 
     def watch(self, now_s: float) -> bool:
         """Read nothing from a path that hangs, and give up what has not begun, a portion.
@@ -149,26 +155,24 @@ class Promoter:
     def _cancel(self, index: LowerIndex, entry: PoolEntry, now_s: float) -> None:
         # That says nothing about the chunk.
         self.reads[index.queue_of(entry.key)].cancel(entry.key, now_s)
-        self._end_read(index, entry.key, GetOutcome.OK, now_s)
+        self._end_reads(index, [(entry, GetOutcome.OK)], now_s)
 
-    def _end_read(self, index: LowerIndex, key: bytes, outcome: GetOutcome, now_s: float) -> None:
-        if index.end_read(key, outcome, now_s):
-            self._state.delete(index, [key])
-        if key not in index:
-            self._state.emit(index.name, stored=False, keys=[key])
+    def _end_reads(
+        self, index: LowerIndex, ends: Sequence[tuple[PoolEntry, GetOutcome]], now_s: float
+    ) -> None:
+        cleared = [each.key for each, end in ends if index.end_read(each.key, end, now_s)]
+        self._state.delete(index, cleared)
+        gone = [entry.key for entry, _ in ends if entry.key not in index]
+        self._state.emit(index.name, stored=False, keys=gone)
 
-    def _count(self, index: LowerIndex, outcome: GetOutcome) -> None:
+    def _count(self, index: LowerIndex, outcomes: Sequence[GetOutcome]) -> None:
         stats = self._state.stats.below(index.name)
-        match outcome:
-            case GetOutcome.OK:
-                stats.gets += 1
-                stats.get_bytes += self._state.chunk_bytes
-            case GetOutcome.MISSING:
-                stats.get_misses += 1
-            case GetOutcome.DAMAGED:
-                stats.corrupt += 1
-            case GetOutcome.FAILED:
-                stats.io_errors += 1
+        whole = outcomes.count(GetOutcome.OK)
+        stats.gets += whole
+        stats.get_bytes += whole * self._state.chunk_bytes
+        stats.get_misses += outcomes.count(GetOutcome.MISSING)
+        stats.corrupt += outcomes.count(GetOutcome.DAMAGED)
+        stats.io_errors += outcomes.count(GetOutcome.FAILED)
 
     def check(self) -> None:
         for reads in self.reads.values():
@@ -277,23 +281,26 @@ class PrefixPromotions:
             return self._ask_on(prefix, now_s)
         self._make_room_ahead(prefix, now_s)
         remote = self._remote
-        for _ in range(PORTION):
-            if prefix.position == len(prefix.keys):
-                return False
-            entry, outcome = self._state.entry(prefix.key), PromotionOutcome.MISSING
+        ready, is_more = 0, True
+        for key in prefix.keys[prefix.position : prefix.position + PORTION]:
+            entry, source = self._state.entry(key), None
             if entry is None:
-                source = self._state.source(prefix.key, now_s)
-                if source is None and remote is not None and remote.ask(prefix.key, now_s):
-                    prefix.asks_from = prefix.position + 1
-                    return self._ask_on(prefix, now_s)
+                source = self._state.source(key, now_s)
                 if source is not None:
-                    entry, outcome = self._begin_get(prefix, source, now_s), self._refusal(prefix)
+                    entry = self._begin_get(prefix, source, now_s)
+                elif remote is not None and remote.ask(key, now_s):
+                    prefix.asks_from = prefix.position + 1
+                    is_more = self._ask_on(prefix, now_s)
+                    break
             if entry is None or self._state.pool.is_hidden(entry):
-                self._end(prefix, outcome)
-                return False
-            self._join(entry, prefix, now_s)
+                self._end(prefix, self._refusal(prefix) if source else PromotionOutcome.MISSING)
+                is_more = False
+                break
+            ready += self._join(entry, prefix, now_s)
             prefix.position += 1
-        return prefix.position < len(prefix.keys)
+        if ready:
+            self._state.work.settled.append((prefix.promotion, PromotionOutcome.RESIDENT, ready))
+        return is_more and prefix.position < len(prefix.keys)
 
     def _refusal(self, prefix: PrefixPromotion) -> PromotionOutcome:
         """Return the outcome of a chunk that finds no room.
@@ -307,14 +314,15 @@ class PrefixPromotions:
         rest = len(prefix.keys) - prefix.position
         self._state.work.settled.append((prefix.promotion, outcome, rest))
 
-    def _join(self, entry: PoolEntry, prefix: PrefixPromotion, now_s: float) -> None:
-        state = self._state
-        if prefix.pin_s > 0 and state.pool.may_pin(entry):
-            state.pool.pin(entry, prefix.pin_s, now_s, prefix.promotion.holder)
-        if entry.state is EntryState.READY:
-            state.work.settled.append((prefix.promotion, PromotionOutcome.RESIDENT, 1))
-        else:
+    def _join(self, entry: PoolEntry, prefix: PrefixPromotion, now_s: float) -> bool:
+        """Pin a chunk; wait for it, or return that it is ready."""
+        pool = self._state.pool
+        if prefix.pin_s > 0 and pool.may_pin(entry):
+            pool.pin(entry, prefix.pin_s, now_s, prefix.promotion.holder)
+        is_ready = entry.state is EntryState.READY
+        if not is_ready:
             self._promoter.join(entry, prefix.promotion)
+        return is_ready
 
     def _make_room_ahead(self, prefix: PrefixPromotion, now_s: float) -> None:
         """Evict for the reads of the next portion."""

@@ -4,6 +4,7 @@ Reads that a request waits for begin before all others (prefetches, chunks for o
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from itertools import chain, islice
 from math import inf
 from typing import Final
@@ -42,7 +43,7 @@ class ReadQueue:
         self._ended_s = -inf
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._begun or self.is_waiting(key)
+        return key in self._begun or key in self._demand or key in self._others
 
     @property
     def waiting(self) -> int:
@@ -59,37 +60,39 @@ class ReadQueue:
     # --- the order ---
 
     def add(self, entry: PoolEntry, now_s: float, *, is_demand: bool) -> None:
-        if not self._begun and not self.waiting:
+        if not (self._begun or self._others or self._demand):
             self._moved_s = now_s
         self.meter.start(now_s)
-        self._others[entry.key] = entry
         if is_demand:
-            self.hurry(entry.key)
+            self._demand[entry.key] = (self._next_number(), entry)
+        else:
+            self._others[entry.key] = entry
 
     def hurry(self, key: bytes) -> None:
         """Have a read begin before all reads that no request waits for, unless it has begun."""
         entry = self._others.pop(key, None)
         if entry is not None:
-            self._last += 1
-            self._demand[key] = (self._last, entry)
+            self._demand[key] = (self._next_number(), entry)
+
+    def _next_number(self) -> int:
+        self._last += 1
+        return self._last
 
     def take(self, most: int, now_s: float) -> list[PoolEntry]:
         """Begin at most ``most`` reads; `end` must follow for each."""
-        taken: list[PoolEntry] = []
-        while len(taken) < most and self.waiting:
-            if self._demand:
-                entry = self._demand.popitem(last=False)[1][1]
-            else:
-                entry = self._others.popitem(last=False)[1]
+        taken = self.first(most)
+        for entry in taken:
+            if self._demand.pop(entry.key, None) is None:
+                del self._others[entry.key]
             self._begun[entry.key] = now_s
-            taken.append(entry)
         return taken
 
-    def end(self, key: bytes, now_s: float, moved_bytes: int) -> None:
-        """Note that a read has ended, and how many bytes it brought."""
-        del self._begun[key]
+    def end(self, entries: Sequence[PoolEntry], now_s: float, moved_bytes: int) -> None:
+        """Note that reads have ended, and how many bytes they brought together."""
+        for entry in entries:
+            del self._begun[entry.key]
         self._moved_s = self._ended_s = now_s
-        self.meter.stop(now_s, moved_bytes)
+        self.meter.stop(now_s, moved_bytes, len(entries))
 
     def cancel(self, key: bytes, now_s: float) -> None:
         """Drop a read that has not begun."""

@@ -1,6 +1,6 @@
 """The state that all of the engine's decisions share, and the steps they have in common. Pure."""
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -156,18 +156,21 @@ class CacheState:
         self.emit(index.name, stored=True, keys=keys)
         self.emit(index.name, stored=False, keys=index.take_forgotten())
 
-    def settle(self, key: bytes, outcome: PromotionOutcome) -> None:
-        """End the wait of all promotions for a chunk."""
-        for promotion in self.waiters.pop(key, ()):
-            self.work.settled.append((promotion, outcome, 1))
+    def settle(self, keys: Iterable[bytes], outcome: PromotionOutcome) -> None:
+        """End the wait of all promotions for chunks."""
+        ended: Counter[Promotion] = Counter()
+        for key in keys:
+            for promotion in self.waiters.pop(key, ()):
+                ended[promotion] += 1
+        for promotion, chunks in ended.items():
+            self.work.settled.append((promotion, outcome, chunks))
 
     # --- clearing a whole tier ---
 
     def clear_pool(self) -> int:
         """Hide everything in the pool; return how many chunks could be found."""
         self.pool.hide_all()
-        for key in [*self.waiters]:
-            self.settle(key, PromotionOutcome.MISSING)
+        self.settle([*self.waiters], PromotionOutcome.MISSING)
         count = self._lost_all(CPU)
         # A small pool is empty at once.
         self.remove_cleared(PORTION)
@@ -259,7 +262,7 @@ class CacheState:
         """Clear a chunk of the pool, and free its slot if it is not in use."""
         self._count_unused(entry)
         self.pool.hide(entry)
-        self.settle(entry.key, PromotionOutcome.MISSING)
+        self.settle([entry.key], PromotionOutcome.MISSING)
         if entry.state is EntryState.READY and not entry.is_busy:
             self.pool.remove(entry)
 

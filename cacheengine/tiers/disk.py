@@ -195,11 +195,11 @@ class DiskTier(LocalTier):
         return [self._get(key, into) for key, into in chunks]
 
     def _get(self, key: bytes, into: memoryview) -> GetOutcome:
-        first, *rest = (self._paths[position] for position in self._order(key))
-        for path in rest:
-            if not first.may_hold(key) and path.may_hold(key):
-                return path.get(key, into)
-        return first.get(key, into)
+        first, *rest = self._order(key)
+        for position in rest:
+            if not self._paths[first].may_hold(key) and self._paths[position].may_hold(key):
+                return self._paths[position].get(key, into)
+        return self._paths[first].get(key, into)
 
     def delete(self, keys: Iterable[bytes]) -> None:
         """Remove files. One that cannot be removed stays counted and is tried again later."""

@@ -12,7 +12,7 @@ from cacheengine.settings.engine_config import EngineConfig
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.helpers import Bench, disk_items_gb, keys, tier_stack, wait_until
 
-ITEMS = 80
+ITEMS = 120
 OLD = keys(*range(ITEMS))
 NEW = keys(*range(1000, 1060))
 
@@ -58,9 +58,15 @@ def hanging(roots: list[Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang
 
 @pytest.fixture
 def bench(make_bench: MakeBench, roots: list[Path], hanging: HangingPath) -> Iterator[Bench]:
-    """A full disk tier of two paths below a large pool, which is empty."""
+    """A full disk tier of two paths below a large pool, which is empty.
+
+    One thread takes at most 32 reads at once, fewer than there are of a path.
+    """
     config = EngineConfig(
-        local_disk=tuple(roots), max_local_disk_size=disk_items_gb(ITEMS), put_queue_share=1.0
+        local_disk=tuple(roots),
+        max_local_disk_size=disk_items_gb(ITEMS),
+        put_queue_share=1.0,
+        disk_read_threads=1,
     )
     bench = make_bench(400, config)
     bench.store(OLD)
