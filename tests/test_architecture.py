@@ -28,7 +28,7 @@ ROUTER: dict[str, set[str]] = {
     "scheduling": {"config", "index", "fleet"},
     "staging": {"config", "fleet"},
     "record": {"config", "index", "fleet", "staging"},
-    "waste": {"index", "fleet", "record"},
+    "waste": {"prompt", "index", "fleet", "record"},
     "ui": {"index", "fleet", "record"},
     "lmcache": {"config", "api", "index", "fleet", "staging"},
     "membership": {"config", "fleet"},

@@ -17,6 +17,7 @@ its memo misses, in conversations it hits. `picker` and `picker-text` are Envoy 
 our picker together, `envoy` is Envoy alone. `bare-picker` is Envoy with a picker
 that gives one answer to all: what asking costs. `ours-full` has a full queue and
 answers every request with 429: what refusing costs, compared with `ours-text`.
+`ours-text-no-causes` and `ours-tokens-no-causes` do not find out why tokens were computed.
 """
 
 import argparse

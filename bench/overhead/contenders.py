@@ -39,6 +39,9 @@ OURS_TEXT: Final = "ours-text"
 OURS_TOKENS: Final = "ours-tokens"
 OURS_FULL: Final = "ours-full"
 """Ours with a full queue: it refuses every request."""
+TEXT_NO_CAUSES: Final = "ours-text-no-causes"
+TOKENS_NO_CAUSES: Final = "ours-tokens-no-causes"
+_NO_CAUSES: Final = MappingProxyType({"uncached_causes": False})
 PICKER: Final = "picker"
 PICKER_TEXT: Final = "picker-text"
 BARE_PICKER: Final = "bare-picker"
@@ -133,6 +136,17 @@ def contenders(python: PeersPython) -> dict[str, Contender]:
         Contender(
             name=OURS_TOKENS,
             launch=partial(_ours, OURS_TOKENS, knows_tokens=True),
+            needs_events=True,
+            counts_placings=True,
+        ),
+        Contender(
+            name=TEXT_NO_CAUSES,
+            launch=partial(_ours, TEXT_NO_CAUSES, knows_tokens=False, more=_NO_CAUSES),
+            counts_placings=True,
+        ),
+        Contender(
+            name=TOKENS_NO_CAUSES,
+            launch=partial(_ours, TOKENS_NO_CAUSES, knows_tokens=True, more=_NO_CAUSES),
             needs_events=True,
             counts_placings=True,
         ),

@@ -628,7 +628,7 @@ class RouterConfig:
     request_log: RequestLogConfig = field(default_factory=RequestLogConfig)
     uncached_causes: bool = True
     """Whether the router finds out why tokens of a prompt were not cached: in the request log,
-    headers and metrics, and for ``warmroute waste``. It takes up to about 100 MB."""
+    headers and metrics, and for ``warmroute waste``. It takes up to about 60 MB."""
     tracing: TracingConfig | None = None
     """Off without the section. An empty section (``tracing: {}``) enables it."""
     rates: RatesConfig = field(default_factory=RatesConfig)

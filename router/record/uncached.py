@@ -228,7 +228,7 @@ class Declined:
 Detail: TypeAlias = Change | Eviction | HeldElsewhere | Declined
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: some are made for each request
 class PromptPart:
     """Tokens of a prompt, up to ``stop``, that have one cause if they are computed."""
 
@@ -237,7 +237,7 @@ class PromptPart:
     detail: Detail | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: one is made for each request
 class Uncached:
     """The parts of one prompt, and how much of it was cached."""
 
@@ -261,12 +261,12 @@ class Uncached:
             scale = prompt_tokens / total
             parts = tuple(replace(each, stop=round(each.stop * scale)) for each in parts)
             total, cached = prompt_tokens, round(cached * scale)
-        return replace(
-            self,
+        return Uncached(
             parts=parts,
             prompt_tokens=total,
             cached_tokens=min(cached if cached_tokens is None else cached_tokens, total),
             is_reported=cached_tokens is not None,
+            s_per_token=self.s_per_token,
         )
 
     @property

@@ -8,6 +8,7 @@ from itertools import compress, count
 from operator import ne
 from typing import Final
 
+from router.index.prompt_keys import KeyShape
 from router.record.uncached import Change
 from router.waste.outline import Outline
 
@@ -17,7 +18,7 @@ _ENTRY_BYTES: Final = 600
 """Size of an entry with its objects, without marks."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: one is made for each request
 class LastPrompt:
     """A prompt that was sent, by some of its keys."""
 
@@ -26,7 +27,8 @@ class LastPrompt:
     marks: "array[int]" = field(repr=False)
     """The key of each ``step``-th block, and that of the last one."""
     blocks: int
-    block_tokens: int
+    shape: KeyShape | None
+    """How its keys were made; keys of other shapes cannot be compared. None: by text."""
     prompt_tokens: int
     model: str | None
     outline: Outline = field(repr=False)
@@ -39,7 +41,7 @@ class LastPrompt:
     def of(
         cls,
         keys: Sequence[int],
-        block_tokens: int,
+        shape: KeyShape | None,
         prompt_tokens: int,
         *,
         model: str | None,
@@ -55,7 +57,7 @@ class LastPrompt:
             step=step,
             marks=marks,
             blocks=len(keys),
-            block_tokens=block_tokens,
+            shape=shape,
             prompt_tokens=prompt_tokens,
             model=model,
             outline=outline,

@@ -14,6 +14,7 @@ from typing import Any, Final
 import orjson
 import xxhash
 
+from router.prompt.chat_messages import BILLING_HEADER
 from router.record.uncached import ChangeKind
 
 _MOST_MESSAGES: Final = 512
@@ -76,7 +77,7 @@ class Outline:
             marks, opening = _message_marks(messages[:_MOST_MESSAGES])
         system = "instructions" if "instructions" in fields else "system"
         return cls(
-            _mark(fields.get(system)),
+            _mark(_content(fields.get(system))),
             _tool_marks(tools) if isinstance(tools, list) else array("Q"),
             marks,
             opening,
@@ -193,7 +194,7 @@ def _message_marks(messages: Sequence[Any]) -> tuple["array[int]", int]:
     for each in messages:
         if not isinstance(each, dict):
             break
-        content = _mark(each.get("content"))
+        content = _mark(_content(each.get("content")))
         rest = 0
         if len(each) > _MESSAGE_FIELDS:  # besides the role and the content
             others = {key: each[key] for key in each if key not in ("role", "content")}
@@ -202,6 +203,27 @@ def _message_marks(messages: Sequence[Any]) -> tuple["array[int]", int]:
         if not opening and each.get("role") == "user":
             opening = content
     return array("Q", marks), opening
+
+
+def _content(value: object) -> object:
+    """Return content without what clients change in each turn and no template prints.
+
+    That is Anthropic's ``cache_control``, and the line with a hash that Claude Code sends.
+    """
+    if not isinstance(value, list):
+        return value
+    return [
+        {key: part[key] for key in part if key != "cache_control"}
+        if isinstance(part, dict)
+        else part
+        for part in value
+        if not _is_billing_header(part)
+    ]
+
+
+def _is_billing_header(part: object) -> bool:
+    text = part.get("text") if isinstance(part, dict) else None
+    return isinstance(text, str) and text.startswith(BILLING_HEADER)
 
 
 def _text_marks(text: str) -> list[int]:

@@ -42,7 +42,7 @@ _EARLY: Final = 0.25
 """A change is near the beginning within this part of the prompt."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class PendingUncached(Uncached):
     """The causes of a prompt whose answer has not ended, with what `UncachedCauses` needs then."""
 
@@ -91,7 +91,7 @@ class UncachedCauses:
         if session is not None and keys.keys:
             last = LastPrompt.of(
                 keys.keys,
-                keys.block_tokens,
+                picked.replica.key_shape,
                 decision.prompt_tokens,
                 model=model,
                 outline=outline,
@@ -125,15 +125,9 @@ class UncachedCauses:
         """
         if pending.session is not None and pending.last is not None:
             self.last_prompts.note(pending.session, pending.last)
-        parts = pending.parts
         if cached_tokens is not None and cached_tokens < pending.cached_tokens:
-            parts = self._left_meanwhile(pending, cached_tokens, now_s)
-        return Uncached(
-            parts=parts,
-            prompt_tokens=pending.prompt_tokens,
-            cached_tokens=pending.cached_tokens,
-            s_per_token=pending.s_per_token,
-        ).reported(prompt_tokens, cached_tokens)
+            pending.parts = self._left_meanwhile(pending, cached_tokens, now_s)
+        return pending.reported(prompt_tokens, cached_tokens)
 
     def _left_meanwhile(
         self, pending: PendingUncached, cached_tokens: int, now_s: float
@@ -292,7 +286,7 @@ class _Cutter:
     ) -> tuple[list[PromptPart], Change | None]:
         """Return the parts that the session's prompt before explains, after ``seen`` blocks."""
         keys = self._keys
-        if before is None or before.block_tokens != keys.block_tokens:
+        if before is None or before.shape != self._decision.picked.replica.key_shape:
             return [], None
         end = min(before.blocks * keys.block_tokens, self._cacheable)
         why = None

@@ -1,7 +1,10 @@
 """Why tokens were computed: with real chat templates, and caches whose contents are known."""
 
+import tracemalloc
+from array import array
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -17,8 +20,10 @@ from router.record.uncached import (
     UncachedCause,
     WhyDeclined,
 )
+from router.waste.last_prompts import LastPrompt, LastPrompts
+from router.waste.outline import Outline
 from router.waste.uncached_causes import UncachedCauses
-from tests.router.fleet.helpers import BLOCK, CHUNK, stored
+from tests.router.fleet.helpers import BLOCK, CHUNK, info, stored
 from tests.router.waste.helpers import Talk, part, reader, words
 
 NEW, SHORT, CHANGED = UncachedCause.NEW, UncachedCause.SHORT, UncachedCause.CHANGED
@@ -268,6 +273,15 @@ def test_what_a_replica_holds_that_may_not_answer_is_elsewhere(directory: Path) 
     assert (detail.detail.replica, detail.detail.other_ttft_s) == ("r0", None)
 
 
+def test_replicas_that_make_other_keys_are_not_compared(directory: Path) -> None:
+    talk = Talk(reader(directory, "chatml"), replicas=2)
+    talk.fleet.apply_info("r1", info("r1", hash_seed="another", incarnation="two"))
+    talk.ask(HISTORY, among=("r0",))
+    found = talk.ask([*HISTORY, user("and?")], among=("r1",))
+    assert set(found.tokens()) == {NEW, SHORT}
+    assert set(talk.ask([*HISTORY, user("and?")], among=("r1",)).tokens()) == {SHORT}
+
+
 def test_without_events_what_was_sent_before_is_only_guessed(directory: Path) -> None:
     talk = Talk(reader(directory, "chatml"))
     talk.ask(HISTORY)
@@ -303,6 +317,32 @@ def test_last_prompts_are_bounded(talk: Talk) -> None:
         talk.ask(HISTORY, user=f"u{number}")
         talk.causes.last_prompts.check()
     assert 1 <= len(talk.causes.last_prompts) < 40
+
+
+def test_last_prompts_take_no_more_memory_than_they_count() -> None:
+    generator = Random(1)
+
+    def marks(count: int) -> "array[int]":
+        return array("Q", [generator.getrandbits(64) for _ in range(count)])
+
+    prompts = LastPrompts(4 << 20)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(1500):
+            keys = marks(generator.randrange(1, 600))
+            outline = Outline(tools=marks(30), messages=marks(generator.randrange(2, 200)))
+            prompts.note(
+                f"session{number}",
+                LastPrompt.of(
+                    *(keys, None, 16 * len(keys)), model="m", outline=outline, turn=1, change=None
+                ),
+            )
+        used = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    prompts.check()
+    assert used < 1.1 * prompts.used_bytes
 
 
 def test_stored_again_is_held_again(talk: Talk) -> None:
