@@ -110,7 +110,8 @@ class OwnEndpoints:
         Times are in seconds; null where they would have no end.
         """
         loads = self.loads.loads(time.monotonic())
-        return as_json({"models": [_scaling(each) for each in loads]})
+        models = [_scaling(each) | {"machine": self.loads.machine(each.model)} for each in loads]
+        return as_json({"models": models})
 
     async def explain(self, request: web.Request) -> web.Response:
         """``POST /explain``: where a request would go, and why, without sending it.

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple, Protocol
 
 from router.fleet.decision import Decision
 from router.index.prompt_keys import KvTier
+from router.record.prompt_hashes import PromptHashes
 from router.staging.stager import StagingResult
 
 _HEADER: Final = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
@@ -215,6 +216,8 @@ class RequestRecord:
     prompt_tokens: int | None = None
     is_exact: bool = False
     """Whether `prompt_tokens` are certainly what the replica computes."""
+    prompt_hashes: PromptHashes | None = None
+    """Only with ``request_log.prompt_hashes``."""
     matched_tokens: Mapping[KvTier, int] = field(default_factory=dict)
     """By tier, as the router believed when it decided."""
     predicted_ttft_s: float | None = None
