@@ -16,7 +16,7 @@ PIP_LOCKED := $(PIP_INSTALL) --require-hashes
 # cores, 4 at most: many tests wait for a server most of the time.
 WORKERS := $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) + 1)); echo $$((n < 4 ? n : 4)))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder
-SOURCES := router cacheengine simulator warmroute_common bench tests tools
+SOURCES := router cacheengine simulator replay warmroute_common bench tests tools
 ARGS ?=
 
 .DEFAULT_GOAL := help

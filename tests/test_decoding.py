@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("router", "cacheengine", "simulator", "warmroute_common")
+PACKAGES = ("router", "cacheengine", "simulator", "replay", "warmroute_common")
 
 RACE = """
 import sys, threading

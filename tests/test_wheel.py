@@ -23,9 +23,9 @@ from tools.relock import pinned
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
-SHIPPED = ("router", "cacheengine", "simulator", "warmroute_common")
+SHIPPED = ("router", "cacheengine", "simulator", "replay", "warmroute_common")
 NOT_CODE = {".pyc"}
-COMMANDS = ("serve", "picker", "simulate", "up", "replica", "key", "explain", "top")
+COMMANDS = ("serve", "picker", "simulate", "replay", "up", "replica", "key", "explain", "top")
 
 
 @pytest.fixture(scope="module")

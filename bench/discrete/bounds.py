@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
-from bench.discrete.estimates import Estimate, Foresight, estimate
-from bench.discrete.replica import AnswerCutError, ModelReplica, ReplicaDownError
-from bench.discrete.requests import Sent
+from replay.estimates import Estimate, Foresight, estimate
+from replay.replica import AnswerCutError, ModelReplica, ReplicaDownError
+from replay.requests import Sent
 from simulator.model.lower_tier_view import LoadableTokens
 from simulator.model.sim_request import SimRequest
 

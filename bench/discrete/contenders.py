@@ -7,13 +7,13 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from bench.discrete.bounds import ForesightRouter
-from bench.discrete.our_router import OurRouter, Settings
 from bench.discrete.play import Contender, FleetOptions, Run, StoppableRouter, play_with
-from bench.discrete.replica import ModelReplica
 from bench.discrete.rule_router import RuleRouter
 from bench.discrete.rules.catalogue import rules, splits
 from bench.workloads.ideal import NO_QUEUE, no_queue
 from bench.workloads.session import Session
+from replay.our_router import OurRouter, Settings
+from replay.replica import ModelReplica
 from router.config.cost_weights import DEFAULT_WEIGHTS
 from router.config.settings import AdmissionConfig, PrefetchConfig
 

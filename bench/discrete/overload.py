@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Final
 
 from bench.command import origin, positive, write_report
-from bench.discrete.our_router import OurRouter, Settings, with_sections
 from bench.discrete.play import Contender, FleetOptions, play_with
 from bench.proof.case import MACHINE
 from bench.proof.cases import FIRST_SEED, TTFT_BOUND_S
-from bench.record import Record
 from bench.ttft import BenchError, percentile
 from bench.workloads.offered import GENERATED, offered
 from bench.workloads.session import Session
+from replay.our_router import OurRouter, Settings, with_sections
+from replay.record import Record
 from router.config.settings import AdmissionConfig
 from simulator.model.replica_machine import Machine
 

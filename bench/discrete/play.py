@@ -5,12 +5,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
-from bench.discrete import clock
 from bench.discrete.bounds import SharedCache
-from bench.discrete.replica import Fault, ModelReplica, machine_of, run_faults
-from bench.discrete.requests import Conversation, Sent
-from bench.record import Record
+from bench.discrete.conversation import Conversation
 from bench.workloads.session import Session, Span
+from replay import clock
+from replay.record import Record
+from replay.replica import Fault, ModelReplica, machine_of, run_faults
+from replay.requests import Sent
 from simulator.model.replica_machine import Machine
 
 _AT_ONCE: Final = 1e15
@@ -46,7 +47,7 @@ class Run:
 
 
 class StoppableRouter(Protocol):
-    """A contender's router; see `bench.discrete.requests.Router`."""
+    """A contender's router; see `replay.requests.Router`."""
 
     async def answer(self, sent: Sent) -> None:
         """Have a request answered."""

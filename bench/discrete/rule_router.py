@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Final
 
-from bench.discrete.our_router import Health
-from bench.discrete.replica import AnswerCutError, ModelReplica, ReplicaDownError, numbers_of
-from bench.discrete.requests import Sent
 from bench.discrete.rules.fixed_split import FixedSplit
 from bench.discrete.rules.rule import Asked, ReplicaMetrics, Rule
+from replay.our_router import Health
+from replay.replica import AnswerCutError, ModelReplica, ReplicaDownError, numbers_of
+from replay.requests import Sent
 
 _RETRIES: Final = 2
 _SCRAPE_S: Final = 0.2

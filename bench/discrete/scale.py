@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.command import positive, write_report
-from bench.discrete.requests import ModelPrompt
 from bench.ttft import machine, percentile
+from replay.requests import ModelPrompt
 from router.config.cost_weights import DEFAULT_WEIGHTS
 from router.config.settings import IndexConfig, ReplicaConfig, RouterConfig, SessionConfig
 from router.fleet.fleet import Fleet

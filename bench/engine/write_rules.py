@@ -16,7 +16,7 @@ from enum import StrEnum
 from math import inf
 from typing import Final
 
-from bench.discrete.requests import Conversation
+from bench.discrete.conversation import Conversation
 from bench.workloads.generated import poisson
 from bench.workloads.session import BLOCK_TOKENS, Session, Span
 from cacheengine.record import CPU

@@ -36,8 +36,8 @@ import uvloop
 import zmq
 
 from bench.command import origin, positive, write_report
-from bench.discrete.requests import ModelPrompt
 from bench.ttft import percentile
+from replay.requests import ModelPrompt
 from router.cli.serve import SWITCH_INTERVAL_S
 from router.config.settings import IndexConfig, ReplicaConfig, RouterConfig
 from router.feeds import feeds

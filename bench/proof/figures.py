@@ -21,8 +21,8 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from bench.record import TIERS, Record
 from bench.ttft import BenchError, percentile
+from replay.record import TIERS, Record
 from router.fleet.decision import Reason
 
 _T_975: Final = (

@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from bench.proof.figures import answered
-from bench.record import Record
+from replay.record import Record
 
 _NONE: Final = -1
 

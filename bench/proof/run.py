@@ -22,9 +22,9 @@ from bench.proof.figures import (
     find_goodput,
 )
 from bench.proof.records import Columns, columns
-from bench.record import Record
 from bench.ttft import BenchError
 from bench.workloads.session import Session
+from replay.record import Record
 from simulator.model.replica_machine import Machine
 
 

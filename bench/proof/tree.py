@@ -11,7 +11,7 @@ from bench.ttft import BenchError
 
 RESULTS: Final = "bench/results"
 """What may differ from the commit: results are written while others are made."""
-SOURCES: Final = ("warmroute_common", "router", "cacheengine", "simulator", "bench")
+SOURCES: Final = ("warmroute_common", "router", "cacheengine", "simulator", "replay", "bench")
 UNUSED: Final = (
     RESULTS,
     "bench/engine",

@@ -7,10 +7,10 @@ from typing import Any, Final
 
 from bench.discrete.contenders import NAMES, play
 from bench.discrete.play import FleetOptions, Run
-from bench.discrete.replica import Fault
 from bench.proof.run import Bench, FleetPlan
 from bench.workloads.offered import Offered, offered
 from bench.workloads.session import Session
+from replay.replica import Fault
 
 SLOWDOWN: Final = 2.0
 """Factor by which the slow replica is slower."""

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from bench.record import Record
 from bench.workloads.session import Session, Span
+from replay.record import Record
 from simulator.model.replica_machine import Rates, Shape
 
 

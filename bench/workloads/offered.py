@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from bench.record import Record
 from bench.ttft import BenchError
 from bench.workloads.generated import agents, burst, chats, mixture, rounds, unique
 from bench.workloads.pacing import Pacer, Window
 from bench.workloads.resources import DECODE_SLOTS, KV_MEMORY, Usage, measure
 from bench.workloads.session import Session, stretched
 from bench.workloads.trace import drawn_agents, read_agents, read_trace, rotated
+from replay.record import Record
 from simulator.model.replica_machine import Machine
 
 GENERATED: Final[Mapping[str, Callable[[int], Iterator[Session]]]] = {

@@ -16,6 +16,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY router/ router/
 COPY cacheengine/ cacheengine/
 COPY simulator/ simulator/
+COPY replay/ replay/
 COPY warmroute_common/ warmroute_common/
 RUN /build/bin/pip wheel --no-deps --no-index --no-build-isolation --wheel-dir /wheels . \
  && /opt/warmroute/bin/pip install --no-deps --no-index /wheels/*.whl

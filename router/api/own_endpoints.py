@@ -121,7 +121,8 @@ class OwnEndpoints:
         Times are in seconds; null where they would have no end.
         """
         loads = self.loads.loads(time.monotonic())
-        return as_json({"models": [_scaling(each) for each in loads]})
+        models = [_scaling(each) | {"machine": self.loads.machine(each.model)} for each in loads]
+        return as_json({"models": models})
 
     async def waste(self, request: web.Request) -> web.Response:
         """``GET /waste``: which tokens need not have been computed, why, and what that costs."""

@@ -9,14 +9,17 @@ only this router's own requests count, so the loads of several routers can be ad
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
-from typing import Final, NamedTuple, Protocol
+from statistics import median
+from typing import Any, Final, NamedTuple, Protocol
 
+from router.fleet.cost_model import CostPart
 from router.fleet.fleet import Fleet
 from router.fleet.replica import UNKNOWN_POOL, Replica, ReplicaState
+from router.index.prompt_keys import KvTier
 
 OTHER_MODELS: Final = "other"
 """Stands for the models, beyond the first ones, that requests without a replica ask for."""
@@ -115,6 +118,58 @@ class Scaling:
             self._load(name, pools.get(name, []), held.get(name, []), lacking[name], now_s)
             for name in sorted({*pools, *held, *lacking})
         ]
+
+    def machine(self, model: str) -> dict[str, Any]:
+        """Return the median replica of a pool, for ``warmroute replay``; empty if none is up.
+
+        Tokens and tokens per second. The names are those of the simulator's machine. What is not
+        known is left out; rates that were not measured have the configuration's start values.
+        """
+        up = [
+            each
+            for each in self._fleet.replicas.values()
+            if each.pool == model and each.state is ReplicaState.UP
+        ]
+        if not up:
+            return {}
+
+        def usual(value: Callable[[Replica], float]) -> float:
+            return median(map(value, up))
+
+        def speed(part: CostPart) -> float:
+            return usual(lambda each: each.rates.per_second(part) / each.kv_bytes_per_token)
+
+        def seconds(part: CostPart) -> float:
+            return usual(lambda each: each.rates.seconds(part))
+
+        def held(tier: KvTier) -> int:
+            tokens = usual(lambda each: each.capacity_bytes.get(tier, 0) / each.kv_bytes_per_token)
+            return round(tokens)
+
+        prefill_s, attended_s = seconds(CostPart.PREFILL), seconds(CostPart.ATTENTION)
+        output_s = seconds(CostPart.OUTPUT_TOKEN)
+        shape: dict[str, int] = {}
+        if (gpu_tokens := usual(lambda each: each.queue.capacity_tokens)) < inf:
+            shape["gpu_tokens"] = round(gpu_tokens)
+        if self._decode_slots is not None:
+            shape["max_sequences"] = self._decode_slots
+        return {
+            "shape": shape,
+            "rates": {
+                "prefill_tokens_per_s": 1.0 / prefill_s,
+                "attention_tokens": prefill_s / attended_s if attended_s else 0.0,
+                "step_s": output_s,
+                "decode_s_per_context_token": output_s / self._fleet.weights.doubling_tokens,
+                "load_tokens_per_s": speed(CostPart.LOAD),
+                "store_tokens_per_s": speed(CostPart.LOAD),
+                "disk_tokens_per_s": speed(CostPart.DISK),
+                "disk_write_tokens_per_s": speed(CostPart.DISK),
+                "peer_tokens_per_s": speed(CostPart.PEER),
+                "receive_tokens_per_s": speed(CostPart.PEER),
+            },
+            "cpu_tokens": held(KvTier.CPU),
+            "disk_tokens": held(KvTier.DISK),
+        }
 
     def _lacking(self) -> Counter[str]:
         """Return by pool how many requests wait because no replica is up."""

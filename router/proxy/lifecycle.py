@@ -27,6 +27,7 @@ from router.prompt.prompt import Prompt
 from router.prompt.prompt_source import PromptSource
 from router.prompt.request_body import BodyBytes, off_loop
 from router.proxy.relay import NO_USAGE, Usage
+from router.record.prompt_hashes import PromptHashes
 from router.record.records import (
     Cause,
     FailedTry,
@@ -305,6 +306,8 @@ class RequestLifecycle:
         failed = tuple(
             each.replica_id for each in record.failed_tries[forgiven:] if each.cause not in _OF_LEGS
         )
+        if self.config.request_log.prompt_hashes and record.prompt_hashes is None:
+            record.prompt_hashes = self._hashes(asked, prompt_keys)
         request = self._to_place(asked, prompt_keys, key=record.key, failed=failed)
         request = replace(
             request,
@@ -335,6 +338,14 @@ class RequestLifecycle:
             )
         record.step("wait", asked_s)
         return admitted
+
+    def _hashes(self, asked: ParsedRequest, prompt_keys: PromptKeyCache) -> PromptHashes | None:
+        """Return a prompt's hashes, of the keys of the first replica that serves its model."""
+        serving = (each for each in self.fleet.replicas.values() if each.serves(asked.model))
+        first = next(serving, None)
+        if first is None or not asked.has_prompt:
+            return None
+        return PromptHashes.of(prompt_keys.of(first.key_shape, first.adapters), asked.session)
 
     def bound_to(self, asked: ParsedRequest) -> str | None:
         """Return the replica that stores what a request names, if it is known and in the fleet."""

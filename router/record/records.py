@@ -16,6 +16,7 @@ from typing import Final, NamedTuple, Protocol
 from router.fleet.cost_model import Cost
 from router.fleet.decision import Decision
 from router.index.prompt_keys import KvTier
+from router.record.prompt_hashes import PromptHashes
 from router.record.uncached import Uncached
 from router.staging.stager import StagingResult
 
@@ -228,6 +229,8 @@ class RequestRecord:
     prompt_tokens: int | None = None
     is_exact: bool = False
     """Whether `prompt_tokens` are certainly what the replica computes."""
+    prompt_hashes: PromptHashes | None = None
+    """Only with ``request_log.prompt_hashes``."""
     matched_tokens: Mapping[KvTier, int] = field(default_factory=dict)
     """By tier, as the router believed when it decided."""
     predicted_ttft_s: float | None = None

@@ -71,6 +71,10 @@ FIELDS: Final[Mapping[str, tuple[str, _Value]]] = {
     "retry_wait_s": ("waiting between tries", lambda r: _rounded(r.retry_wait_s)),
     "streamed": ("whether the answer was", lambda r: r.streamed),
     "prompt_tokens": ("as the router counts them", lambda r: r.prompt_tokens),
+    "prompt_hashes": (
+        "with `request_log.prompt_hashes`: hashes of the prompt's beginnings and of the session",
+        lambda r: None if r.prompt_hashes is None else r.prompt_hashes.to_json(),
+    ),
     "matched_tokens": (
         "of these, by tier, what the router believed to be cached there",
         lambda r: {str(tier): r.matched_tokens.get(tier, 0) for tier in KvTier},

@@ -2,9 +2,9 @@
 
 import asyncio
 
-from bench.discrete.our_router import OurRouter, Settings
-from bench.discrete.replica import ModelReplica
-from bench.discrete.requests import Sent
+from replay.our_router import OurRouter, Settings
+from replay.replica import ModelReplica
+from replay.requests import Sent
 from tests.bench.discrete.building import machine, prompt, sent
 
 

@@ -5,11 +5,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from itertools import count
 from typing import Any, Final
 
-from bench.discrete import clock
-from bench.discrete.replica import ModelReplica
-from bench.discrete.requests import Conversation, ModelPrompt, Sent
-from bench.record import Record
+from bench.discrete.conversation import Conversation
 from bench.workloads.session import Session, Span, Turn
+from replay import clock
+from replay.record import Record
+from replay.replica import ModelReplica
+from replay.requests import ModelPrompt, Sent
 from router.index.prompt_keys import KvTier
 from simulator.model.replica_machine import Machine, Rates, Shape
 

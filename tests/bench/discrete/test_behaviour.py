@@ -12,11 +12,11 @@ from typing import Final
 import pytest
 
 from bench.discrete.contenders import OURS, play
-from bench.discrete.our_router import OurRouter, Settings, with_sections
 from bench.discrete.play import Contender, FleetOptions, StoppableRouter, play_with
-from bench.discrete.replica import ModelReplica
-from bench.record import Record
 from bench.workloads.session import Session, Span, Turn, prompt_tokens
+from replay.our_router import OurRouter, Settings, with_sections
+from replay.record import Record
+from replay.replica import ModelReplica
 from router.config.settings import AdmissionConfig, SessionConfig
 from router.fleet.cost_model import CostPart
 from simulator.model.replica_machine import Machine, Rates, Shape

@@ -8,10 +8,11 @@ import pytest
 
 from bench.discrete.bounds import ForesightRouter, SharedCache
 from bench.discrete.contenders import OURS, SHARED_CACHE, play
+from bench.discrete.conversation import Conversation
 from bench.discrete.play import FleetOptions
-from bench.discrete.replica import Fault, ModelReplica
-from bench.discrete.requests import Conversation, Sent
 from bench.workloads.session import Span, Turn
+from replay.replica import Fault, ModelReplica
+from replay.requests import Sent
 from tests.bench.discrete.building import (
     BLOCK,
     CHUNK,

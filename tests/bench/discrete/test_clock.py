@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from bench.discrete import clock
+from replay import clock
 
 
 def test_time_begins_at_zero_and_jumps_from_timer_to_timer() -> None:

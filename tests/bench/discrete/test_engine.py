@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from bench.discrete.engine import ModelEngine
-from bench.discrete.staging import settled
 from cacheengine.record import KeyEventRecord
 from cacheengine.residency.decisions import Promotion
+from replay.engine import ModelEngine
+from replay.staging import settled
 from tests.bench.discrete.building import CHUNK, in_model_time, machine
 from tests.cacheengine.helpers import key, keys
 

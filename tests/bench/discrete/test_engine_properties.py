@@ -10,10 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from bench.discrete.clock import VirtualLoop
-from bench.discrete.engine import ModelEngine
 from cacheengine.record import KeyEventRecord
 from cacheengine.residency.decisions import Presence, Promotion
+from replay.clock import VirtualLoop
+from replay.engine import ModelEngine
 from tests.bench.discrete.building import CHUNK, machine
 from tests.cacheengine.helpers import key
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from bench.discrete.estimates import Foresight, estimate
+from replay.estimates import Foresight, estimate
 from simulator.model.lower_tier_view import NoLowerTiers
 from tests.simulator.helpers import Bench, model, request, run
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from bench.discrete.replica import Fault, ModelReplica, machine_of, run_faults
+from replay.replica import Fault, ModelReplica, machine_of, run_faults
 from tests.bench.discrete.building import in_model_time, machine, prompt, served
 
 

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from bench.discrete.our_router import PROBE_S, Health
-from bench.discrete.replica import ModelReplica
+from replay.our_router import PROBE_S, Health
+from replay.replica import ModelReplica
 from tests.bench.discrete.building import in_model_time, machine
 
 

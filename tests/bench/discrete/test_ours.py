@@ -7,10 +7,10 @@ from itertools import count
 import pytest
 
 from bench.discrete.contenders import OURS, play
-from bench.discrete.our_router import Settings
 from bench.discrete.play import FleetOptions
-from bench.discrete.staging import KV_BYTES_PER_TOKEN
 from bench.workloads.session import Span
+from replay.our_router import Settings
+from replay.staging import KV_BYTES_PER_TOKEN
 from router.config.settings import RatesConfig
 from router.fleet.cost_model import CostPart
 from router.fleet.decision import Reason

@@ -7,9 +7,9 @@ from itertools import count
 import pytest
 
 from bench.discrete.contenders import OURS, play
-from bench.discrete.our_router import PROBE_S, Settings, with_sections
 from bench.discrete.play import FleetOptions
-from bench.discrete.replica import Fault
+from replay.our_router import PROBE_S, Settings, with_sections
+from replay.replica import Fault
 from router.config.settings import AdmissionConfig
 from router.fleet.replica import ReplicaState
 from tests.bench.discrete.before_ours import Bench

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from bench.discrete.overload import Phase, Plan, phase, play_peak, verdict, with_peak
-from bench.record import Record
 from bench.ttft import BenchError
 from bench.workloads.session import Session
+from replay.record import Record
 
 PLAN = Plan(workload="unique", phase_s=10.0, bound_s=5.0, permitted_wait_s=2.5)
 PHASE = Phase(

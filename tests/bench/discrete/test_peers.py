@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from bench.discrete.our_router import PROBE_S
-from bench.discrete.replica import ModelReplica, numbers_of
-from bench.discrete.requests import Sent
 from bench.discrete.rule_router import RuleRouter
 from bench.discrete.rules.catalogue import rules
 from bench.discrete.rules.rule import Asked, CountingRule, ReplicaMetrics
+from replay.our_router import PROBE_S
+from replay.replica import ModelReplica, numbers_of
+from replay.requests import Sent
 from router.index.prompt_keys import KvTier
 from tests.bench.discrete.building import BLOCK, Told, in_model_time, machine, prompt, sent
 

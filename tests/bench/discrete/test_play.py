@@ -10,10 +10,10 @@ import pytest
 
 from bench.discrete.contenders import CONTENDERS, OURS, SHARED_CACHE, SPLITS, play
 from bench.discrete.play import Contender, FleetOptions, StoppableRouter, play_with
-from bench.discrete.replica import Fault, ModelReplica
-from bench.discrete.requests import Sent
-from bench.record import Record
 from bench.workloads.session import Session, Span, Turn, prompt_tokens, requests
+from replay.record import Record
+from replay.replica import Fault, ModelReplica
+from replay.requests import Sent
 from tests.bench.discrete.building import machine, talk
 
 QUIET = FleetOptions(replicas=2, machine=machine(), noise=0.0)

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.discrete.requests import Conversation
+from bench.discrete.conversation import Conversation
 from bench.workloads.session import Span
 from warmroute_common.keys import HashScheme
 

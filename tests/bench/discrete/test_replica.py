@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from bench.discrete.replica import AnswerCutError, ModelReplica, ReplicaDownError, numbers_of
-from bench.discrete.requests import Conversation
+from bench.discrete.conversation import Conversation
 from bench.workloads.session import Span
+from replay.replica import AnswerCutError, ModelReplica, ReplicaDownError, numbers_of
 from router.index.prompt_keys import KvTier
 from tests.bench.discrete.building import (
     BLOCK,

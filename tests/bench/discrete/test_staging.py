@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from bench.discrete.replica import ModelReplica
-from bench.discrete.staging import KV_BYTES_PER_TOKEN, ModelAgent, Network
+from replay.replica import ModelReplica
+from replay.staging import KV_BYTES_PER_TOKEN, ModelAgent, Network
 from router.agent_client import AgentError
 from tests.bench.discrete.building import CHUNK, in_model_time, machine, prompt, served
 from tests.cacheengine.helpers import keys

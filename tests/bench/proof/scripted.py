@@ -13,9 +13,9 @@ from bench.proof.cases import LEADING
 from bench.proof.make import NothingFinished, run_case
 from bench.proof.results import Definition, Result, result
 from bench.proof.run import Bench, FleetPlan
-from bench.record import Record
 from bench.ttft import BenchError
 from bench.workloads.session import Session, Span, Turn
+from replay.record import Record
 from simulator.model.replica_machine import Machine
 
 MOST_LOAD = 1.25

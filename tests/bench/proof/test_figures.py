@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from bench.proof.figures import Figures, Window, figures
-from bench.record import Record
 from bench.ttft import BenchError
+from replay.record import Record
 from tests.bench.proof.scripted import failed, record
 
 

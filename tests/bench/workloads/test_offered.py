@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from bench.record import Record
 from bench.ttft import BenchError
 from bench.workloads.ideal import no_queue
 from bench.workloads.offered import GENERATED, Offered, offered
 from bench.workloads.resources import DECODE_SLOTS, DISK, KV_MEMORY, PREFILL, REPLICA_TIME
+from replay.record import Record
 from simulator.model.replica_machine import Machine, Shape
 
 MACHINE = Machine(shape=Shape(gpu_tokens=600_000), cpu_tokens=100_000)

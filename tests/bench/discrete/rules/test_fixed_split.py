@@ -6,11 +6,11 @@ from itertools import count
 import pytest
 
 from bench.discrete.play import Contender, FleetOptions, StoppableRouter, play_with
-from bench.discrete.replica import ModelReplica
 from bench.discrete.rule_router import RuleRouter
 from bench.discrete.rules.catalogue import LeastLoaded, splits
 from bench.discrete.rules.fixed_split import FixedSplit
 from bench.discrete.rules.rule import Asked
+from replay.replica import ModelReplica
 from simulator.model.replica_machine import Machine
 from tests.bench.discrete.building import talk
 

@@ -1,6 +1,6 @@
 """Warmroute's own router in simulated time: the fleet, the admission and the staging.
 
-Only what they reach by sockets is modelled: agents (`bench.discrete.staging`), event streams
+Only what they reach by sockets is modelled: agents (`replay.staging`), event streams
 (replicas notify their listeners) and the answers. Reading a prompt takes no time.
 """
 
@@ -10,10 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from bench.discrete.replica import AnswerCutError, ModelReplica, ReplicaDownError
-from bench.discrete.requests import Sent
-from bench.discrete.staging import KV_BYTES_PER_TOKEN, ModelAgent, Network
 from cacheengine.record import BandwidthMeter
+from replay.replica import AnswerCutError, ModelReplica, ReplicaDownError
+from replay.requests import Sent
+from replay.staging import KV_BYTES_PER_TOKEN, ModelAgent, Network
 from router.config.cost_weights import DEFAULT_WEIGHTS, CostWeights
 from router.config.settings import RatesConfig, ReplicaConfig, RouterConfig
 from router.fleet.fleet import Fleet

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Final, Protocol
 
-from bench.discrete.engine import ModelEngine
-from bench.discrete.estimates import Foresight
-from bench.discrete.requests import ModelPrompt
 from cacheengine.record import KeyEventRecord
+from replay.engine import ModelEngine
+from replay.estimates import Foresight
+from replay.requests import ModelPrompt
 from router.index.prompt_keys import KvTier, keys64
 from simulator.engine_tiers import EngineTiers
 from simulator.model.lower_tier_view import LowerTiers

@@ -6,8 +6,8 @@ from contextlib import suppress
 from itertools import count
 from typing import Final
 
-from bench.discrete.replica import ModelReplica
 from cacheengine.residency.decisions import Promotion
+from replay.replica import ModelReplica
 from router.agent_client import AgentError
 from warmroute_common.agent_protocol import Lora, MoveReply, MoveRequest, MoveStatus, PrefetchReply
 

@@ -1,0 +1,1 @@
+"""Recorded requests, played in simulated time: what another fleet would have done."""
