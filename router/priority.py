@@ -1,4 +1,4 @@
-"""Priority classes: which one a request gets, and what its replica is told of it.
+"""Priority classes: which one a request gets, and the number that its replica gets.
 
 A request asks for a class by vLLM's ``priority`` (a number, lower goes first) or by OpenAI's
 ``service_tier``. The class of its key is the best that it gets. The order of classes is kept by

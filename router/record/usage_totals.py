@@ -1,4 +1,4 @@
-"""What each key has used of each model, since the start and today: a reader of `RequestRecord`.
+"""Usage by key and model, since the start and today: a reader of `RequestRecord`.
 
 `UsageTotals` is what ``GET /usage`` shows. Its metrics are made from the same numbers.
 """
@@ -16,7 +16,7 @@ from router.record.records import Outcome, RequestRecord
 
 _DAY_S: Final = 86_400
 _MOST_MODELS: Final = 64
-"""Models counted by name, of those that a replica has answered for; the others count together."""
+"""Models that are counted by name; further ones count together."""
 _NONE: Final = "none"
 _OTHER: Final = "other"
 _WHOLE: Final = (Outcome.OK, Outcome.ENDED)
@@ -33,7 +33,7 @@ class UsageCounts:
 
     requests: int = 0
     failed_requests: int = 0
-    """Those that got an error, or no whole answer."""
+    """Requests that got an error or no whole answer."""
     input_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
@@ -94,7 +94,7 @@ def _mean(total_s: float, count: int) -> float | None:
 
 @dataclass(slots=True)
 class _Entry:
-    """What one key has used of one model."""
+    """The usage of one model by one key."""
 
     counts: UsageCounts
     """Since the start."""
