@@ -169,6 +169,18 @@ async def test_an_answer_has_each_of_our_headers_once(
         assert answer.headers.getall("x-warmroute-replica") == ["one"]
 
 
+async def test_a_client_that_closes_after_the_last_event_got_all_of_it(
+    gateway: Gateway, client: aiohttp.ClientSession
+) -> None:
+    """Where the picker sees the whole answer."""
+    events = chat_events("a")
+    gateway.one.will(stream(*events, b"", gates=(None, None, asyncio.Event())))
+    picker, _ = await gateway.both(by_parts)
+    async with client.post(picker.url + CHAT, json=chat(stream=True)) as answer:
+        await answer.content.readuntil(events[-1])
+    assert (await picker.record()).outcome is Outcome.OK
+
+
 async def test_every_answer_has_the_id_of_its_record(
     gateway: Gateway, client: aiohttp.ClientSession
 ) -> None:
