@@ -7,6 +7,7 @@ from typing import Any, Final
 import click
 
 from router.cli.router_client import RouterClient, asks_router
+from warmroute_common.command_line import counted
 
 _COLUMNS: Final = 100
 _AVOIDABLE: Final = ("changed", "evicted", "elsewhere", "declined")
@@ -79,7 +80,7 @@ def _worst_lines(report: dict[str, Any]) -> list[str]:
     for number, each in enumerate(report["worst"], 1):
         text = (
             f"{each['cause']}: {each['words']}: {each['tokens']:,} tokens ({each['share']:.0%}) in "
-            f"{each['requests']:,} requests, {_duration(each['seconds'])}"
+            f"{counted(each['requests'], 'request')}, {_duration(each['seconds'])}"
         )
         indent = f"{number:>2}. "
         lines += textwrap.wrap(text, _COLUMNS, initial_indent=indent, subsequent_indent="    ")

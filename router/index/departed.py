@@ -73,7 +73,7 @@ class DepartedKeys:
     def lost(self, replica: int, tier: KvTier, holding: Mapping[int, object]) -> None:
         """Note that all keys of a tier of a replica are gone; nobody changes ``holding`` any more.
 
-        Of a holding that is larger than half of the limit only that many keys are kept.
+        If the holding is larger than half of the limit, only that many of its keys are kept.
         """
         most = self.max_keys // 2
         if len(holding) > most:

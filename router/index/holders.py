@@ -88,6 +88,10 @@ class Holders:
                 else:
                     del masks[key]
 
+    def at(self, key: int) -> int:
+        """Return the bits of one key's holders."""
+        return self._parts[key >> _PART_SHIFT].get(key, 0)
+
     def of(self, keys: Iterable[int]) -> Iterator[int]:
         """Return the bits of each key's holders."""
         parts = self._parts

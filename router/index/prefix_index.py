@@ -421,8 +421,7 @@ class PrefixIndex:
 
         Stores that replicas share have bits too, and replicas that were just forgotten do not.
         """
-        (on_gpu,), (lower,) = self._on_gpu.of((key,)), self._lower.of((key,))
-        return (on_gpu | lower) & ~self._stale_replicas
+        return (self._on_gpu.at(key) | self._lower.at(key)) & ~self._stale_replicas
 
     def knows(self, replica: int, key: int) -> bool:
         """Whether a replica is known, and not only believed, to hold a key in any tier."""

@@ -1,7 +1,7 @@
 """Why tokens of a prompt were computed and not taken from a cache: `Uncached`.
 
-A prompt is cut into parts, each with one cause. What the replica computed is all from the first
-token that was not cached on, so the causes add up to exactly that. Positions and names of fields
+A prompt is cut into parts, each with one cause. The replica computed all tokens from the first one
+on that was not cached, so the causes add up to exactly these. Positions and names of fields
 only: nothing here contains text of a prompt. `router.waste` finds the parts.
 """
 

@@ -21,7 +21,7 @@ _MOST_MESSAGES: Final = 512
 _MOST_TOOLS: Final = 256
 """Later ones are not compared."""
 _PIECE_CHARS: Final = 1024
-"""Of a prompt that is one text this many characters have a mark."""
+"""Characters for each mark, if the prompt is one text."""
 _LENGTH_BITS: Final = 20
 _LENGTH: Final = (1 << _LENGTH_BITS) - 1
 _HASH: Final = ((1 << 64) - 1) ^ _LENGTH
@@ -64,7 +64,7 @@ class Outline:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "Outline":
-        """Return the outline of a body's fields. What has a wrong type has no marks."""
+        """Return the outline of a body's fields. Values of a wrong type have no marks."""
         tools, messages, opening = fields.get("tools"), fields.get("messages"), 0
         name = "messages"
         if not isinstance(messages, list):

@@ -48,12 +48,12 @@ class PendingUncached(Uncached):
 
     began_s: float
     slot: int
-    """Of the replica that computes the prompt."""
+    """The slot of the replica that computes the prompt."""
     keys: Sequence[int] = field(repr=False)
     block_tokens: int
     session: str | None = None
     last: LastPrompt | None = field(default=None, repr=False)
-    """What is to be remembered of the prompt, for the session's next one."""
+    """What the session's next prompt will be compared with."""
 
 
 class UncachedCauses:
@@ -196,6 +196,8 @@ class _Cutter:
 
     def _matched_parts(self) -> Iterator[PromptPart]:
         """Return the parts that the replica was believed to hold."""
+        if not self.matched:
+            return
         picked, at = self._decision.picked, 0
         tiers = picked.matched_tokens if picked.prefiller is None else {KvTier.GPU: self.matched}
         for tier in KvTier:
@@ -212,9 +214,12 @@ class _Cutter:
     def _held_by_candidates(self) -> Iterator[PromptPart]:
         """Return the part that another replica held which could have taken the request."""
         decision = self._decision
-        others = (each for each in decision.candidates if each.replica is not self.replica)
-        best: Candidate | None = max(others, key=lambda each: each.matched, default=None)
-        if best is not None and min(best.matched, self._cacheable) > self.matched:
+        best: Candidate | None = None
+        most = self.matched
+        for each in decision.candidates:
+            if each.replica is not self.replica and each.matched_tokens and each.matched > most:
+                best, most = each, each.matched
+        if best is not None and self._cacheable > self.matched:
             held = HeldElsewhere(
                 replica=best.replica_id,
                 reason=decision.reason,
@@ -231,23 +236,27 @@ class _Cutter:
         If a block was, so were those before it, so this is a bisection.
         """
         blocks = range(at, self._cacheable // self._keys.block_tokens)
+        if not blocks or not self._is_seen(at):  # nearly always
+            return at
         return at + bisect_left(blocks, True, key=lambda block: not self._is_seen(block))
 
     def _is_seen(self, block: int) -> bool:
-        index, slot = self._fleet.index, self.replica.slot
-        return any(
-            self._departed.get(key) is not None
-            or index.holders(key) & ~self._own
-            or index.knows(slot, key)
-            for key in self._names(block)
-        )
+        index = self._fleet.index
+        for key in self._names(block):
+            holders = index.holders(key)
+            if holders & ~self._own or self._departed.get(key) is not None:
+                return True
+            # Its own place may only be believed: that is this request.
+            if holders and index.knows(self.replica.slot, key):
+                return True
+        return False
 
-    def _names(self, block: int) -> Iterator[int]:
+    def _names(self, block: int) -> tuple[int, ...]:
         """Return the keys that name a block: its own, and that of its chunk."""
-        yield self._keys.keys[block]
-        chunk = block // self._keys.blocks_per_chunk
-        if chunk < len(self._keys.chunk_keys):
-            yield self._keys.chunk_keys[chunk]
+        keys, chunk = self._keys, block // self._keys.blocks_per_chunk
+        if chunk < len(keys.chunk_keys):
+            return keys.keys[block], keys.chunk_keys[chunk]
+        return (keys.keys[block],)
 
     def _seen_part(self, at: int, seen: int) -> PromptPart:
         """Return the part of the blocks that were seen and that no candidate holds."""
@@ -256,7 +265,7 @@ class _Cutter:
         is_end = stop - self.matched < keys.chunk_tokens and keys.blocks_per_chunk > 1
         if is_end and self._decision.picked.runs and self.matched % keys.chunk_tokens == 0:
             return PromptPart(stop, UncachedCause.SHORT)  # lower tiers have whole chunks
-        names = list(self._names(at))
+        names = self._names(at)
         holders = 0
         for key in names:
             holders |= index.holders(key) & ~self._own
@@ -317,7 +326,8 @@ class _Cutter:
         elif kind is ChangeKind.BEGINNING and at_token > _EARLY * before.prompt_tokens:
             kind = ChangeKind.EDITED
         if found.new_share is not None:
-            end = min(self._cacheable, round((1.0 - found.new_share) * self._tokens))
+            whole = round((1.0 - found.new_share) * self._tokens) // keys.block_tokens
+            end = min(self._cacheable, whole * keys.block_tokens)
         since, turn = before.turn + 1, before.turn + 1
         if before.change is not None and (before.change.kind, before.change.place) == (kind, place):
             since = before.change.since_turn

@@ -1,7 +1,7 @@
-"""What tokens that need not have been computed cost: sums by key and cause (`Waste`).
+"""The cost of tokens that need not have been computed: sums by key and cause (`Waste`).
 
-Bounded: two periods, each with at most `_MOST_KEYS` keys and `_MOST_CAUSES` causes. What finds no
-place is counted with others. Pure: times come with the records.
+Bounded: two periods, each with at most `_MOST_KEYS` keys and `_MOST_CAUSES` causes. Further
+ones are counted with others. Pure: times come with the records.
 """
 
 from collections.abc import Iterable, Mapping
@@ -105,7 +105,7 @@ class _Period:
     keys: dict[str, _KeySums] = field(default_factory=dict)
     causes: dict[_Name, _Detailed] = field(default_factory=dict)
     entries: int = 0
-    """Of all `_Detailed.keys`."""
+    """Entries of all `_Detailed.keys`."""
 
     def note(self, key: str, uncached: Uncached) -> None:
         if key not in self.keys and len(self.keys) >= _MOST_KEYS:

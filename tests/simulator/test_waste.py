@@ -47,7 +47,7 @@ def test_planted_mistakes_are_named_with_their_tokens(fleet: Fleet) -> None:
     for agent, cause, lost in (
         (stamp, "changed", stamp.lost(BLOCK)),
         (salt, "declined", salt.lost(BLOCK)),
-        (cut, "changed", kept - cut.cached[-1]),
+        (cut, "changed", kept // BLOCK * BLOCK - cut.cached[-1]),
         (ram, "evicted", ram.lost(BLOCK)),
     ):
         found = causes[agent.key][cause]["tokens"]
