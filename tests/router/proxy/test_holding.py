@@ -17,6 +17,7 @@ from router.config.settings import (
     KeyConfig,
     RatesConfig,
     ReplicaConfig,
+    RequestLogConfig,
 )
 from router.membership.membership import Source
 from router.record.records import Outcome
@@ -345,3 +346,43 @@ async def test_the_load_is_for_the_administration(
         (told,) = (await response.json())["models"]
     assert (told["model"], told["replicas"], told["binds"]) == ("m", 2, "prefill")
     assert [each["replicas"] for each in told["sizes"]] == [1, 2, 3]
+
+
+# --- what a replay needs
+
+
+async def test_hashes_of_prompts_are_recorded_where_that_is_on(
+    fleet: Fleet, client: aiohttp.ClientSession
+) -> None:
+    """Equal beginnings have equal hashes; a request that is refused while it waits has some too."""
+    gate = asyncio.Event()
+    fleet.one.will(stream(*chat_events("a"), gates=(gate,)))
+    router = await fleet.router(
+        policy="ttft",
+        rates=RatesConfig(prefill_tokens_per_s=0.1),
+        replicas=(ReplicaConfig(url=fleet.one.url, instance_id="one"),),
+        admission=AdmissionConfig(max_wait_s=0.1),
+        request_log=RequestLogConfig(prompt_hashes=True),
+    )
+    long = "word " * 2_000
+    first = asyncio.create_task(
+        post(client, router, "/v1/completions", prompt=long + "one", stream=True, user="me")
+    )
+    await fleet.one.arrived.wait()
+    status, _ = await post(client, router, "/v1/completions", prompt=long + "two " * 1_000)
+    assert status == 429
+    gate.set()
+    assert (await first)[0] == 200
+    refused, answered = await router.record(1), await router.record(2)
+    assert refused.prompt_hashes is not None and answered.prompt_hashes is not None
+    shared = answered.prompt_hashes.hashes
+    assert len(shared) > 5 and refused.prompt_hashes.hashes[: len(shared)] == shared
+    assert len(refused.prompt_hashes.hashes) > len(shared)
+    assert refused.prompt_hashes.session is None
+    assert answered.prompt_hashes.session not in (None, "me")
+
+
+async def test_else_none_are(fleet: Fleet, client: aiohttp.ClientSession) -> None:
+    router = await fleet.router()
+    assert (await post(client, router))[0] == 200
+    assert (await router.record()).prompt_hashes is None
