@@ -252,13 +252,15 @@ class TimeAccount:
 def told_of(record: RequestRecord) -> dict[str, list[str]]:
     """Return all that is said of a request that has ended: lines by their heading.
 
-    This is what ``warmroute why`` and the page show. What explains a request further, such as why
-    its prompt was not cached, is one more heading here.
+    This is what ``warmroute why`` and the page show.
     """
-    return {
+    told = {
         "request": _request_lines(record),
         f"where {seconds_text(record.total_s)} went": TimeAccount(record).lines(),
     }
+    if record.uncached is not None:
+        told["why tokens were computed"] = record.uncached.lines()
+    return told
 
 
 def _request_lines(record: RequestRecord) -> list[str]:

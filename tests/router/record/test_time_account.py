@@ -179,6 +179,9 @@ async def test_a_running_router_says_why(fleet: Fleet, stranger: aiohttp.ClientS
     text = "\n".join(line for lines in answer["why"].values() for line in lines)
     assert "model m (asked for as short)" in text and "at one: cut" in text
     assert "ann" not in text
+    [count, *causes] = answer["why"]["why tokens were computed"]
+    assert count.endswith("were computed (by what the router knew; the replica did not report)")
+    assert causes and all("tokens, " in each for each in causes)
     async with stranger.get(f"{router.url}/requests/other", headers=headers) as response:
         assert response.status == 404
         assert "the request log" in (await response.json())["error"]["message"]
