@@ -416,17 +416,20 @@ class PrefixIndex:
         lower += ((KvTier.REMOTE, each) for each in self._in_stores(replica))
         return chunk_runs(lower, chunks, start) if lower else ()
 
-    def holders(self, key: int) -> int:
-        """Return the bits of the replicas that are known or believed to hold a key in any tier.
+    def holders(self, block: int, chunk: int | None) -> int:
+        """Return the bits of the replicas that are known or believed to hold a block.
 
+        ``block`` is its key, and ``chunk`` that of the chunk that it is in, if that is whole.
         Stores that replicas share have bits too, and replicas that were just forgotten do not.
         """
-        return (self._on_gpu.at(key) | self._lower.at(key)) & ~self._stale_replicas
+        lower = 0 if chunk is None else self._lower.at(chunk)
+        return (self._on_gpu.at(block) | lower) & ~self._stale_replicas
 
-    def knows(self, replica: int, key: int) -> bool:
-        """Whether a replica is known, and not only believed, to hold a key in any tier."""
-        return any(key in held for held in self._held.get(replica, {}).values()) or any(
-            key in held for held in self._in_stores(replica)
+    def knows(self, replica: int, block: int, chunk: int | None) -> bool:
+        """Whether a replica is known, and not only believed, to hold a block: see `holders`."""
+        held = self._held.get(replica, {})
+        return block in held.get(KvTier.GPU, ()) or (
+            chunk is not None and bool(self.runs(replica, (chunk,), 0))
         )
 
     def computes(self, replica: int, chunk: int) -> bool:

@@ -47,8 +47,6 @@ class PendingUncached(Uncached):
     """The causes of a prompt whose answer has not ended, with what `UncachedCauses` needs then."""
 
     began_s: float
-    slot: int
-    """The slot of the replica that computes the prompt."""
     keys: Sequence[int] = field(repr=False)
     block_tokens: int
     session: str | None = None
@@ -104,7 +102,6 @@ class UncachedCauses:
             cached_tokens=cutter.matched,
             s_per_token=cutter.s_per_token,
             began_s=now_s,
-            slot=cutter.replica.slot,
             keys=keys.keys,
             block_tokens=keys.block_tokens,
             session=session,
@@ -160,7 +157,8 @@ class _Cutter:
         self._fleet = fleet
         self._now_s = now_s
         self._keys: PromptKeys = picked.keys
-        self._departed = fleet.index.departed or DepartedKeys(0)
+        departed = fleet.index.departed
+        self._departed = DepartedKeys(0) if departed is None else departed
         self._tokens = decision.prompt_tokens
         prefiller = picked.prefiller
         matched = picked.matched if prefiller is None else prefiller.work.matched_tokens
@@ -241,22 +239,26 @@ class _Cutter:
         return at + bisect_left(blocks, True, key=lambda block: not self._is_seen(block))
 
     def _is_seen(self, block: int) -> bool:
-        index = self._fleet.index
-        for key in self._names(block):
-            holders = index.holders(key)
-            if holders & ~self._own or self._departed.get(key) is not None:
-                return True
-            # Its own place may only be believed: that is this request.
-            if holders and index.knows(self.replica.slot, key):
-                return True
-        return False
+        key, chunk = self._names(block)
+        holders = self._fleet.index.holders(key, chunk)
+        if holders & ~self._own or self._departure(key, chunk) is not None:
+            return True
+        # Its own place may only be believed: that is this request.
+        return bool(holders) and self._fleet.index.knows(self.replica.slot, key, chunk)
 
-    def _names(self, block: int) -> tuple[int, ...]:
-        """Return the keys that name a block: its own, and that of its chunk."""
+    def _names(self, block: int) -> tuple[int, int | None]:
+        """Return the key of a block, and that of its chunk if that is whole."""
         keys, chunk = self._keys, block // self._keys.blocks_per_chunk
-        if chunk < len(keys.chunk_keys):
-            return keys.keys[block], keys.chunk_keys[chunk]
-        return (keys.keys[block],)
+        whole = chunk < len(keys.chunk_keys)
+        return keys.keys[block], keys.chunk_keys[chunk] if whole else None
+
+    def _departure(self, key: int, chunk: int | None) -> Departure | None:
+        """Return when and where a block was last lost, alone or with its chunk."""
+        alone = self._departed.get(key)
+        together = None if chunk is None else self._departed.get(chunk)
+        if alone is None or (together is not None and together.left_s > alone.left_s):
+            return together
+        return alone
 
     def _seen_part(self, at: int, seen: int) -> PromptPart:
         """Return the part of the blocks that were seen and that no candidate holds."""
@@ -265,11 +267,11 @@ class _Cutter:
         is_end = stop - self.matched < keys.chunk_tokens and keys.blocks_per_chunk > 1
         if is_end and self._decision.picked.runs and self.matched % keys.chunk_tokens == 0:
             return PromptPart(stop, UncachedCause.SHORT)  # lower tiers have whole chunks
-        names = self._names(at)
-        holders = 0
-        for key in names:
-            holders |= index.holders(key) & ~self._own
-        if holders:
+        key, chunk = self._names(at)
+        if index.knows(slot, key, chunk):
+            declined = Declined(why=WhyDeclined.NOT_LOADED)
+            return PromptPart(stop, UncachedCause.DECLINED, declined)
+        if holders := index.holders(key, chunk) & ~self._own:
             replica = _replica_at(self._fleet, slots(holders)[0])
             held = HeldElsewhere(
                 replica="a store that replicas share" if replica is None else replica.id,
@@ -278,14 +280,10 @@ class _Cutter:
                 other_ttft_s=None,
             )
             return PromptPart(stop, UncachedCause.ELSEWHERE, held)
-        departures = [found for key in names if (found := self._departed.get(key)) is not None]
-        if not departures and any(index.knows(slot, key) for key in names):
-            declined = Declined(why=WhyDeclined.NOT_LOADED)
-            return PromptPart(stop, UncachedCause.DECLINED, declined)
+        departure = self._departure(key, chunk)
         eviction = Eviction(replica=None, tier=None)
-        if departures:
-            latest = max(departures, key=lambda each: each.left_s)
-            eviction = _eviction(self._fleet, latest, self._now_s)
+        if departure is not None:
+            eviction = _eviction(self._fleet, departure, self._now_s)
         return PromptPart(stop, UncachedCause.EVICTED, eviction)
 
     # --- what the client changed

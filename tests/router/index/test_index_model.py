@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from router.index.departed import DepartedKeys
-from router.index.holders import slots
 from router.index.prefix_index import PrefixIndex, SpeculativeEntry
 from router.index.prompt_keys import LOWER_TIERS, KvTier
 from tests.router.index.helpers import CHAIN, check_depths
@@ -211,20 +210,18 @@ class IndexMachine(RuleBasedStateMachine):
     @invariant()
     def each_key_has_its_holders(self) -> None:
         for key in CHAIN:
-            known = sum(
-                {1 << replica for (replica, _), counter in self.held.items() if key in counter}
-            )
-            holders = self.index.holders(key)
-            assert all(
-                self.index.is_clear(slot) is False or holders >> slot & 1 for slot in slots(known)
-            )
+            holders = self.index.holders(key, key)
+            for (replica, _), counter in self.held.items():
+                if key in counter and self.index.is_clear(replica):
+                    assert holders >> replica & 1
             for replica in range(3):
-                assert not self.index.knows(replica, key) or self.holds(replica, key)
+                assert self.index.knows(replica, key, key) == self.holds(replica, key)
 
     def holds(self, replica: int, key: int) -> bool:
         """Whether a replica holds a key, or a store that it reads does."""
-        readers = [replica, *(each for each, by in self.mounts.items() if by >> replica & 1)]
-        return any(key in self.counter(each, tier) for each in readers for tier in KvTier)
+        stores = [each for each, by in self.mounts.items() if by >> replica & 1]
+        in_stores = any(key in self.counter(each, KvTier.REMOTE) for each in stores)
+        return in_stores or any(key in self.counter(replica, tier) for tier in KvTier)
 
 
 TestIndex = IndexMachine.TestCase

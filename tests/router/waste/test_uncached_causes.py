@@ -251,6 +251,14 @@ def test_what_the_replica_held_and_computed_was_declined(talk: Talk) -> None:
     assert tokens == len(talk.chunks()) * CHUNK
 
 
+def test_what_is_held_behind_a_gap_is_evicted_at_the_gap(talk: Talk) -> None:
+    talk.ask(HISTORY)
+    talk.evict("r0", KvTier.GPU, talk.keys[4:6])
+    found, tokens = part(talk.ask(HISTORY), EVICTED)
+    assert tokens == (len(talk.keys) - 4) * BLOCK
+    assert isinstance(found.detail, Eviction) and found.detail.replica == "r0"
+
+
 def test_a_spill_leaves_what_another_replica_holds(directory: Path) -> None:
     talk = Talk(reader(directory, "chatml"), replicas=2)
     before = talk.ask(HISTORY, among=("r0",))
