@@ -7,7 +7,7 @@ A fleet serves a workload, and its router's log is written as `warmroute serve` 
 hashes of prompts. The log is then played as ``warmroute replay`` does: in a fleet of the same
 machines, which knows of the prompts only these hashes, of the sessions only their pauses, and whose
 steps vary otherwise. TTFT must agree within 15% at p50 and p90. Two fleets are played, which differ
-in workload, size and speeds.
+in size and speeds.
 """
 
 import argparse
@@ -55,14 +55,14 @@ FLEETS: Final[Mapping[str, Fleet]] = {
     "chats on 4 fast replicas": Fleet(
         workload="conversation",
         load=0.7,
-        requests=600,
+        requests=200,
         replicas=4,
         machine=Machine(shape=Shape(gpu_tokens=300_000), cpu_tokens=600_000),
     ),
-    "agents on 6 slow replicas": Fleet(
-        workload="agents",
+    "chats on 6 slow replicas, without a disk": Fleet(
+        workload="conversation",
         load=0.6,
-        requests=300,
+        requests=200,
         replicas=6,
         machine=Machine(
             shape=Shape(gpu_tokens=600_000, block_tokens=256, max_batched_tokens=2_048),
