@@ -61,12 +61,14 @@ class EngineTiers:
         self.wrong_chunks = 0
         """Chunks loaded whose bytes were another's; there must be none."""
 
-    def find(self, request: SimRequest, gpu_tokens: int) -> LoadableTokens | None:
+    def find(
+        self, request: SimRequest, gpu_tokens: int, *, others: int = 0
+    ) -> LoadableTokens | None:
         """Look up what follows the GPU's part; None while some of it is on its way up."""
         asked = self._asked.setdefault(request.id, _Asked())
         compute_s = (request.prefill_end - gpu_tokens) / self._tokens_per_engine_s
         chunk_s = self._chunk_tokens / self._tokens_per_engine_s
-        if self._waits.must_wait(request.id, gpu_tokens, compute_s, chunk_s):
+        if self._waits.must_wait(request.id, gpu_tokens, compute_s, chunk_s, others=others):
             return None
         first = gpu_tokens // self._chunk_tokens
         keys = request.chunk_keys[first : request.prefill_end // self._chunk_tokens]
@@ -191,9 +193,11 @@ class ObservedTiers(EngineTiers):
         super().__init__(*given, **options)
         self._noted = noted
 
-    def find(self, request: SimRequest, gpu_tokens: int) -> LoadableTokens | None:
+    def find(
+        self, request: SimRequest, gpu_tokens: int, *, others: int = 0
+    ) -> LoadableTokens | None:
         """Look up what follows the GPU's part."""
-        found = super().find(request, gpu_tokens)
+        found = super().find(request, gpu_tokens, others=others)
         if found is not None and (tokens := found.cpu + found.disk):
             end = (gpu_tokens + tokens) // self._chunk_tokens
             self._noted(request, range(gpu_tokens // self._chunk_tokens, end))

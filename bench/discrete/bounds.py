@@ -36,7 +36,9 @@ class SharedCache:
         self._chunk_tokens = chunk_tokens
         self._held: set[bytes] = set()
 
-    def find(self, request: SimRequest, gpu_tokens: int) -> LoadableTokens | None:
+    def find(
+        self, request: SimRequest, gpu_tokens: int, *, others: int = 0
+    ) -> LoadableTokens | None:
         """Return all that was ever computed of a request's prompt."""
         first = gpu_tokens // self._chunk_tokens
         end = first + len(self.tiers_of(request.chunk_keys[first : self._chunks(request)]))

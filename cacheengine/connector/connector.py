@@ -192,11 +192,16 @@ class StepWatch(MethodWatch):
             self._meter.add(now_s - began_s, **contents)
 
 
-def step_contents(output: SchedulerOutput) -> StepContents:
-    """Return what a step computes. A request with one token, or with drafts, decodes."""
+def computed_before(output: SchedulerOutput) -> dict[str, int]:
+    """Return how many tokens of each request of a step were computed before it."""
     computed = {each.req_id: each.num_computed_tokens for each in output.scheduled_new_reqs}
     cached = output.scheduled_cached_reqs
-    computed |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    return computed | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+
+
+def step_contents(output: SchedulerOutput) -> StepContents:
+    """Return what a step computes. A request with one token, or with drafts, decodes."""
+    computed = computed_before(output)
     prefill_tokens, attended, decoding = 0, 0.0, 0
     for req_id, tokens in output.num_scheduled_tokens.items():
         if tokens == 1 or req_id in output.scheduled_spec_decode_tokens:
@@ -205,6 +210,35 @@ def step_contents(output: SchedulerOutput) -> StepContents:
             prefill_tokens += tokens
             attended += tokens * (computed.get(req_id, 0) + tokens / 2)
     return {"prefill_tokens": prefill_tokens, "attended": attended, "decoding": decoding}
+
+
+class UncomputedPrompts:
+    """The requests whose prompts vLLM has not computed to their ends."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[str, int] = {}
+        """Of the prompt, by request."""
+
+    def add(self, req_id: str, prompt_tokens: int) -> None:
+        """Note a new request."""
+        self._tokens[req_id] = prompt_tokens
+
+    def besides(self, req_id: str) -> int:
+        """Return how many there are besides this request."""
+        return len(self._tokens) - (req_id in self._tokens)
+
+    def scheduled(self, output: SchedulerOutput) -> None:
+        """Forget the prompts that a step computes to their ends, and those of ended requests."""
+        for req_id in output.finished_req_ids or ():
+            self._tokens.pop(req_id, None)
+        found = self._tokens.keys() & output.num_scheduled_tokens.keys()
+        if not found:
+            return
+        before = computed_before(output)
+        for req_id in found:
+            end = before.get(req_id, 0) + output.num_scheduled_tokens[req_id]
+            if end >= self._tokens[req_id]:
+                del self._tokens[req_id]
 
 
 class WarmrouteConnector(OffloadingConnector):  # type: ignore[misc]
@@ -225,6 +259,7 @@ class WarmrouteConnector(OffloadingConnector):  # type: ignore[misc]
         extra_config[IDENTITY_KEY] = dataclasses.asdict(identity)
         super().__init__(vllm_config, role, kv_cache_config)
         self._watch: WeightWatch | None = None
+        self._uncomputed = UncomputedPrompts()
         if is_scheduler:
             self._manager.keys.versions.empty_gpu = self._empty_gpu
             # Only 0.32 needs it: later versions report the flush.
@@ -244,6 +279,7 @@ class WarmrouteConnector(OffloadingConnector):  # type: ignore[misc]
 
     def on_new_request(self, request: Request) -> None:
         lora = request.lora_request
+        self._uncomputed.add(request.request_id, request.num_prompt_tokens)
         self._manager.keys.expect(request.request_id, adapter_of(lora) if lora else None)
         super().on_new_request(request)
 
@@ -255,8 +291,9 @@ class WarmrouteConnector(OffloadingConnector):  # type: ignore[misc]
         tokens = request.num_tokens - num_computed_tokens
         compute_s = engine.steps.prefill_s(tokens)
         chunk_s = compute_s * engine.layout.chunk_tokens / max(1, tokens)
+        others = self._uncomputed.besides(request.request_id)
         if self._manager.waits.must_wait(
-            request.request_id, num_computed_tokens, compute_s, chunk_s
+            request.request_id, num_computed_tokens, compute_s, chunk_s, others=others
         ):
             return None, False
         # What limits a load besides: without vLLM's answer to it nothing is remembered.
@@ -275,6 +312,7 @@ class WarmrouteConnector(OffloadingConnector):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Build vLLM's metadata, then set each request back to its first refused chunk."""
         self._steps.scheduled(scheduler_output)
+        self._uncomputed.scheduled(scheduler_output)
         refused = self._manager.stores.refused
         refused.end_backoff(scheduler_output.finished_req_ids or ())
         metadata = super().build_connector_meta(scheduler_output)

@@ -4,10 +4,14 @@ Used next to `CacheEngine`, on the scheduler's thread alone: the chunks that one
 found below the pool are promoted in one call at the step's end, and until they have come the
 request is not looked up again.
 
-There is one rule: a request waits while its chunks are expected earlier than they would be
-computed. They are expected after the bytes queued before them, at the measured speed; without room
-in the pool, after the end of the next pin. Of a prompt the prefix is loaded that pays, and the
-rest is computed. No wait is longer than computing takes (`_GRACE_S` later, at the latest).
+There is one rule: a request waits while that costs less time than computing. Waiting costs time of
+this request only. Computing costs as much time of each other request whose prompt is not computed
+yet: prompts take turns on the GPU. So a request that is alone waits while its chunks are expected
+earlier than they would be computed. Under load requests wait longer: computing what can be loaded
+would make the load higher. Chunks are expected after the bytes queued before them, at the measured
+speed; without room in the pool, after the end of the next pin. Of a prompt the prefix is loaded
+that pays, and the rest is computed. No wait is longer than computing costs (`_GRACE_S` later, at
+the latest).
 """
 
 from collections.abc import Callable, Sequence
@@ -32,11 +36,11 @@ class _Wait:
     holder: str
     began_s: float | None = None
     compute_s: float = inf
-    """How long computing what the GPU does not have would take."""
+    """What computing what the GPU does not have would cost, this request and the others."""
     chunk_s: float = inf
-    """How long computing one chunk would take."""
+    """What computing one chunk would cost."""
     worth_s: float = inf
-    """How long computing the chunks that it waits for would take."""
+    """What computing the chunks that it waits for would cost."""
     is_over: bool = False
     """It computes the chunks that have not come."""
     tiers: dict[bytes, str | None] = field(default_factory=dict)
@@ -65,7 +69,7 @@ class _Wait:
         return not self.is_cramped and any(each.was_refused for each in self.under_way)
 
     def computing_s(self, chunks: int) -> float:
-        """Return how long computing this many chunks would take.
+        """Return what computing this many chunks would cost.
 
         The chunks of a window stand for everything before them.
         """
@@ -105,17 +109,25 @@ class PromotionWaits:
     # --- a step's lookups ---
 
     def must_wait(
-        self, req_id: str, computed_tokens: int, compute_s: float, chunk_s: float
+        self,
+        req_id: str,
+        computed_tokens: int,
+        compute_s: float,
+        chunk_s: float,
+        *,
+        others: int = 0,
     ) -> bool:
         """Whether the request still waits, so that its lookups would have the same results.
 
         ``computed_tokens`` is how many tokens of its prompt the GPU has; ``compute_s`` how long
-        computing the rest would take, and ``chunk_s`` a chunk of it. If it does not wait, all of
-        it must be looked up.
+        computing the rest would take, and ``chunk_s`` a chunk of it. ``others`` is the number of
+        other requests whose prompts are not computed yet. If it does not wait, all of it must be
+        looked up.
         """
         wait = self._waits.setdefault(req_id, _Wait(req_id))
         has_moved = wait.computed_tokens not in (None, computed_tokens)
-        wait.computed_tokens, wait.compute_s, wait.chunk_s = computed_tokens, compute_s, chunk_s
+        wait.computed_tokens = computed_tokens
+        wait.compute_s, wait.chunk_s = (1 + others) * compute_s, (1 + others) * chunk_s
         wait.asked_in_step = self._step
         if not wait.is_deferred:
             wait.began_s = None  # that wait has ended; after a preemption another one begins

@@ -17,8 +17,13 @@ class LoadableTokens(NamedTuple):
 class LowerTiers(Protocol):
     """vLLM's offloading connector, as far as a scheduler sees it."""
 
-    def find(self, request: SimRequest, gpu_tokens: int) -> LoadableTokens | None:
-        """Return what follows the request's ``gpu_tokens``; None: ask again at a later step."""
+    def find(
+        self, request: SimRequest, gpu_tokens: int, *, others: int = 0
+    ) -> LoadableTokens | None:
+        """Return what follows the request's ``gpu_tokens``; None: ask again at a later step.
+
+        ``others`` is the number of other requests whose prompts are not computed yet.
+        """
 
     def begin_load(self, request: SimRequest) -> None:
         """Hold what `find` found, until `end_load`."""
@@ -48,7 +53,9 @@ class LowerTiers(Protocol):
 class NoLowerTiers:
     """A replica with a GPU cache only."""
 
-    def find(self, request: SimRequest, gpu_tokens: int) -> LoadableTokens | None:
+    def find(
+        self, request: SimRequest, gpu_tokens: int, *, others: int = 0
+    ) -> LoadableTokens | None:
         """Find nothing."""
         return LoadableTokens()
 

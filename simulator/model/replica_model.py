@@ -174,6 +174,11 @@ class Batch:
         """Whether the step that is being planned can take one more request."""
         return self._budget > 0 and len(self.running) < self._shape.max_sequences
 
+    @property
+    def prefilling(self) -> int:
+        """How many requests' prompts the step that is being planned computes."""
+        return len(self._prefill)
+
     def go_on(self) -> list[SimRequest]:
         """Begin to plan a step, by what the running requests compute in it.
 
@@ -494,7 +499,8 @@ class ReplicaModel:
             request.is_looked_up = True
             # What is pulled is not looked up, but the tiers must know the request.
             known_tokens = max(gpu_blocks * self.shape.block_tokens, request.pull_tokens)
-            found = self._tiers.find(request, known_tokens)
+            others = self._batch.prefilling + len(self.loading) + len(self.waiting) - 1
+            found = self._tiers.find(request, known_tokens, others=others + len(skipped))
             if found is None:
                 self.is_blocked = True
                 skipped.append(self.waiting.popleft())

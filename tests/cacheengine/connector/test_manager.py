@@ -241,12 +241,13 @@ class Waiting:
     """A prompt of two chunks that are ready, asked for step by step until the GPU has room."""
 
     def __init__(self, bench: Bench) -> None:
-        from cacheengine.connector.connector import WarmrouteConnector
+        from cacheengine.connector.connector import UncomputedPrompts, WarmrouteConnector
 
         self.scheduler = Scheduler(bench)
         self.lookups = 0
         self.connector = WarmrouteConnector.__new__(WarmrouteConnector)
         self.connector._bounding_group_ids = ()
+        self.connector._uncomputed = UncomputedPrompts()
         self.connector.connector_scheduler = SimpleNamespace(
             manager=self.scheduler.manager, get_num_new_matched_tokens=self._look_up
         )

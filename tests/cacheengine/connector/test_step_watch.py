@@ -17,7 +17,7 @@ pytestmark = [
 from tests.cacheengine.helpers import FakeClock  # noqa: E402
 
 
-def output(new: dict[str, tuple[int, int]], cached: dict[str, tuple[int, int]]) -> Any:
+def output(new: dict[str, tuple[int, int]], cached: dict[str, tuple[int, int]], *ended: str) -> Any:
     """Return a scheduler's output: tokens computed before and scheduled, by request."""
     tokens = {name: each for name, (_, each) in (new | cached).items()}
     return SimpleNamespace(
@@ -30,6 +30,7 @@ def output(new: dict[str, tuple[int, int]], cached: dict[str, tuple[int, int]]) 
             req_ids=list(cached), num_computed_tokens=[before for before, _ in cached.values()]
         ),
         scheduled_spec_decode_tokens={"drafts": [1, 2]} if "drafts" in tokens else {},
+        finished_req_ids=set(ended),
     )
 
 
@@ -157,3 +158,18 @@ def test_after_its_end_nothing_is_added(watch: Any) -> None:
     watch.watch.end()
     results(watch, step)
     assert watch.meter.steps == []
+
+
+def test_prompts_that_are_not_computed_yet_are_counted() -> None:
+    from cacheengine.connector.connector import UncomputedPrompts
+
+    prompts = UncomputedPrompts()
+    for name in ("a", "b", "c", "aborted"):
+        prompts.add(name, 1000)
+    assert (prompts.besides("a"), prompts.besides("other")) == (3, 4)
+    prompts.scheduled(output({"a": (800, 200), "b": (0, 500)}, {}))
+    assert prompts.besides("c") == 2, "b and the one that will be aborted"
+    prompts.scheduled(output({}, {"a": (1000, 1), "b": (500, 499)}, "aborted"))
+    assert prompts.besides("c") == 1
+    prompts.scheduled(output({}, {"b": (999, 1)}))
+    assert prompts.besides("c") == 0

@@ -66,10 +66,13 @@ class Replica:
         )
         self.waits = PromotionWaits(self.engine, self.clock)
 
-    def step(self, req_id: str, chunks: Sequence[bytes], chunk_s: float) -> int | None:
+    def step(
+        self, req_id: str, chunks: Sequence[bytes], chunk_s: float, others: int = 0
+    ) -> int | None:
         """Return how many leading chunks are loaded; None while the request waits."""
+        compute_s = len(chunks) * chunk_s
         try:
-            if self.waits.must_wait(req_id, 0, len(chunks) * chunk_s, chunk_s):
+            if self.waits.must_wait(req_id, 0, compute_s, chunk_s, others=others):
                 return None
             hits, is_deferred = 0, False
             for position, chunk in enumerate(chunks):
@@ -100,12 +103,18 @@ class Replica:
         return True
 
     def serve(
-        self, req_id: str, chunks: Sequence[bytes], chunk_s: float, *, hangs: bool = False
+        self,
+        req_id: str,
+        chunks: Sequence[bytes],
+        chunk_s: float,
+        *,
+        hangs: bool = False,
+        others: int = 0,
     ) -> tuple[float, int]:
         """Return how long a request waits, and how many of its chunks are loaded then."""
         began_s = self.clock()
         while True:
-            loaded = self.step(req_id, chunks, chunk_s)
+            loaded = self.step(req_id, chunks, chunk_s, others)
             if loaded is not None:
                 return self.clock() - began_s, loaded
             if hangs or not self.read():
@@ -154,6 +163,17 @@ def test_what_is_queued_before_it_counts(make_replica: MakeReplica) -> None:
     assert waited_s <= A_STEP_S and loaded == 0
     assert replica.serve("long", long, 1.0)[1] == 100
     assert replica.serve("again", short, 0.02)[1] == 10
+
+
+def test_computing_that_delays_others_is_left_for_longer_waits(make_replica: MakeReplica) -> None:
+    """Computing takes 4 s, and would delay 24 others by as much. Loading takes 30 s of one."""
+    prompt = keys(*range(100, 400))
+    replica = make_replica(slots=400, chunk_s=0.1, held=[*keys(*range(8)), *prompt])
+    replica.measure(*range(8))
+    waited_s, loaded = replica.serve("a", prompt, 4.0 / 300, others=1)
+    assert waited_s <= A_STEP_S and loaded == 0
+    waited_s, loaded = replica.serve("b", prompt, 4.0 / 300, others=24)
+    assert loaded == 300 and waited_s == pytest.approx(30.0, abs=2.0)
 
 
 def test_the_prefix_that_pays_is_loaded_and_the_rest_computed(make_replica: MakeReplica) -> None:
