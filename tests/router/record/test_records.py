@@ -143,7 +143,7 @@ UNCACHED = Uncached(
 
 
 def test_why_tokens_were_computed_is_told_but_not_to_tenants() -> None:
-    record = ended(uncached=UNCACHED)
+    record = ended(uncached=UNCACHED, replica_id="one")
     assert (
         answer_headers(record)["x-warmroute-uncached"]
         == "changed=70 (messages[0].content);new=7;short=3"
