@@ -50,7 +50,7 @@ def recorded_figures(requests: Sequence[RecordedRequest]) -> Figures:
 
 @dataclass(kw_only=True)
 class Player:
-    """A fleet of equal replicas, which each `play` begins anew with empty caches."""
+    """A fleet of equal replicas, which begins each `play` with empty caches."""
 
     machine: Machine
     replicas: int

@@ -354,7 +354,7 @@ PARTS: Final = web.AppKey("parts", Parts)
 
 @web.middleware
 async def _refusals_recorded(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Record a request that `Access.guard` refuses; those that it admits record themselves."""
+    """Record a request that `Access.guard` refuses; `Proxy` records what was admitted."""
     try:
         return await handler(request)
     except ApiError as error:

@@ -453,7 +453,7 @@ class Replica:
 
     @property
     def pool(self) -> str:
-        """The pool of replicas that it belongs to: the first of its models that is no adapter."""
+        """The pool that it belongs to: the first of its models that is not an adapter."""
         models = self.models or ()
         bases = [each for each in models if each not in self.adapters]
         return min(bases or models, default=UNKNOWN_POOL)

@@ -52,7 +52,7 @@ class HeldRequests(Protocol):
     """The requests that the router holds (`router.scheduling.admission.AdmissionController`)."""
 
     def held(self) -> Iterable[HeldWork]:
-        """Return those that wait for a busy replica."""
+        """Return the requests that wait for a busy replica."""
 
     def without_replica(self) -> Mapping[str | None, int]:
         """Return by model how many wait because no replica is up."""
@@ -64,7 +64,7 @@ class PoolSize:
 
     replicas: int
     utilization: float
-    """Of the resource that binds: 1.0 is all of it."""
+    """How much of the resource that binds is used: 1.0 is all of it."""
     usual_wait_s: float
     """Mean time in the replica's queue under this load; infinite if work comes faster than it is
     done."""

@@ -204,7 +204,7 @@ class RequestRecord:
     model: str | None = None
     """The model that the replica is asked for, with aliases replaced."""
     session_hash: str | None = None
-    """Of the session's name (`session_hash`), which may be a person's."""
+    """A hash of the session's name (`session_hash`): the name may be a person's."""
     trace: TraceContext | None = None
     """Its place in a trace, if it has one."""
     key: str | None = None

@@ -13,7 +13,8 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from router.config.settings import AccessConfig, ReplicaConfig
+from router.api.access import sha256_of
+from router.config.settings import AccessConfig, KeyConfig, ReplicaConfig
 from router.policy import PROMPTED
 from router.ui.page import FILES
 from tests.router.conftest import Fleet
@@ -148,6 +149,24 @@ async def test_who_may_call_what_is_as_described(
             async with stranger.request(method, f"{router.url}{asked}", json={}) as response:
                 await check(response, method, path)
                 assert (response.status == 401) is not is_open, path
+
+
+async def test_limits_of_keys_are_as_described(
+    fleet: Fleet, stranger: aiohttp.ClientSession
+) -> None:
+    key = KeyConfig(
+        name="team",
+        sha256=sha256_of("wr-1"),
+        requests_per_minute=9,
+        tokens_per_minute=9,
+        tokens_per_day=9,
+        valid_until="2999-12-31",
+    )
+    router = await fleet.router(access=AccessConfig(keys=(key,)))
+    headers = {"Authorization": "Bearer wr-1"}
+    async with stranger.get(f"{router.url}/usage", headers=headers) as response:
+        [limits] = (await check(response, "get", "/usage"))["limits"]
+    assert limits["tokens_per_day"]["limit"] == 9
 
 
 async def test_no_answer_has_the_password_of_a_replicas_url(

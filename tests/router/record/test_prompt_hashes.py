@@ -1,4 +1,4 @@
-"""What a log tells of how prompts begin."""
+"""Hashes in a log, by which prompts with the same beginning are found."""
 
 from collections.abc import Sequence
 from itertools import islice

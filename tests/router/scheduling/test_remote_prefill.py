@@ -164,7 +164,7 @@ def test_one_function_scores_both_and_the_harm_is_where_it_is_done() -> None:
 
 
 def test_a_prefill_counts_the_second_legs_that_it_delays() -> None:
-    """A second leg that comes after its end does not wait, one that comes before waits so long."""
+    """A second leg that comes before its end waits until then; one that comes later does not."""
     fleet = make_fleet()
     ticket = fleet.start(split(fleet), 0.0)  # r1 gets its KV after about 6.4 s
     second = fleet.replicas["r1"]
