@@ -27,14 +27,13 @@ from router.prompt.prompt import Prompt
 from router.prompt.prompt_source import PromptSource
 from router.prompt.request_body import BodyBytes, off_loop
 from router.proxy.relay import NO_USAGE, Usage
-from router.record.prompt_hashes import PromptHashes
+from router.record.prompt_hashes import PromptHashes, session_hash
 from router.record.records import (
     Cause,
     FailedTry,
     Outcome,
     RecordReader,
     RequestRecord,
-    session_hash,
 )
 from router.scheduling.admission import AdmissionController, Admitted
 from router.scheduling.request_scheduler import PlacementRequest, RequestScheduler

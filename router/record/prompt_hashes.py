@@ -7,12 +7,11 @@ somebody who has a text can find out whether it was sent.
 
 import base64
 import binascii
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Any, Final
-
-import xxhash
 
 from router.index.prompt_keys import PromptKeys
 
@@ -39,6 +38,11 @@ def places(block_tokens: int) -> Iterator[int]:
         yield end
 
 
+def session_hash(session: str) -> str:
+    """Return 16 hex digits that are the same for all requests of a session, in every router."""
+    return hashlib.sha256(session.encode(errors="surrogatepass")).hexdigest()[:16]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptHashes:
     """The hashes of one prompt."""
@@ -47,7 +51,7 @@ class PromptHashes:
     hashes: tuple[int, ...]
     """One for each of the `ends`."""
     session: str | None = None
-    """A hash of the session's name."""
+    """The session's name, by `session_hash`."""
 
     @classmethod
     def of(cls, keys: PromptKeys, session: str | None) -> "PromptHashes":
@@ -55,13 +59,10 @@ class PromptHashes:
         block_tokens = keys.block_tokens
         whole = len(keys.keys) * block_tokens
         ends = takewhile(lambda end: end <= whole, islice(places(block_tokens), _MOST_HASHES))
-        name = None
-        if session is not None:
-            name = xxhash.xxh3_64_hexdigest(session.encode(errors="surrogatepass"))
         return cls(
             block_tokens=block_tokens,
             hashes=tuple(keys.keys[each // block_tokens - 1] & _MASK for each in ends),
-            session=name,
+            session=None if session is None else session_hash(session),
         )
 
     @property

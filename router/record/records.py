@@ -3,7 +3,6 @@
 It is filled in while the request runs, and published once, when the request has ended.
 """
 
-import hashlib
 import random
 import re
 import time
@@ -351,11 +350,6 @@ def answer_headers(record: RequestRecord, *, is_tenant: bool = False) -> dict[st
     if record.first_leg is not None:
         headers["x-warmroute-prefiller"] = record.first_leg.replica_id
     return headers | record.prepared.headers()
-
-
-def session_hash(session: str) -> str:
-    """Return 16 hex digits that are the same for all requests of a session, in every router."""
-    return hashlib.sha256(session.encode(errors="surrogatepass")).hexdigest()[:16]
 
 
 class RecordReader(Protocol):

@@ -16,7 +16,8 @@ from router.config.settings import (
     ReplicaConfig,
     RequestLogConfig,
 )
-from router.record.records import Outcome, RequestRecord, session_hash
+from router.record.prompt_hashes import session_hash
+from router.record.records import Outcome, RequestRecord
 from router.record.request_log import RequestLog
 from router.ui.recent import Recent
 from tests.router.conftest import Fleet
