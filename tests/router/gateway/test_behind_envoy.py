@@ -423,7 +423,10 @@ async def test_a_client_that_leaves_the_queue_is_not_sent_on(
     gate.set()
     assert await first == 200
     await picker.record(2)
-    assert [each.outcome for each in picker.records] == [Outcome.CLIENT_GONE, Outcome.ENDED]
+    left, answered = picker.records
+    assert left.outcome is Outcome.CLIENT_GONE
+    # A gateway may hand over so short an answer in one part: then its end was seen.
+    assert answered.outcome in (Outcome.OK, Outcome.ENDED)
     assert len(gateway.one.seen) == 1 and picker.in_flight() == 0
 
 
