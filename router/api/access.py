@@ -148,9 +148,10 @@ class Access:
             grant.end_request()
 
     async def show_limits(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Add ``x-ratelimit-*`` to an answer, if its key has limits; for `on_response_prepare`."""
+        """Add its key's limits to an answer, if there are any; for `on_response_prepare`."""
         if (grant := request.get(GRANT)) is not None:
-            response.headers.update(grant.limit_headers(self._clock()))
+            anthropic = is_anthropic(request.path)
+            response.headers.update(grant.limit_headers(self._clock(), anthropic=anthropic))
 
     def limits(self, grant: Grant | None = None) -> list[dict[str, Any]]:
         """Return the limits of all keys, or of one, and what is left of them, for JSON."""

@@ -113,8 +113,19 @@ class LimitState:
     reset_s: float
     """Until the whole limit is available again."""
 
-    def headers(self, unit: str) -> dict[str, str]:
-        """Return OpenAI's headers of a limit of ``requests`` or ``tokens``."""
+    def headers(self, unit: str, *, utc_s: float | None = None) -> dict[str, str]:
+        """Return the headers of a limit of ``requests`` or ``tokens``: Anthropic's, else OpenAI's.
+
+        Anthropic's say when the limit is reset, OpenAI's after what time: with ``utc_s``, the time
+        since 1970, they are Anthropic's.
+        """
+        if utc_s is not None:
+            reset = datetime.fromtimestamp(ceil(utc_s + self.reset_s), UTC).isoformat()
+            return {
+                f"anthropic-ratelimit-{unit}-limit": str(self.limit),
+                f"anthropic-ratelimit-{unit}-remaining": str(self.remaining),
+                f"anthropic-ratelimit-{unit}-reset": reset.replace("+00:00", "Z"),
+            }
         return {
             f"x-ratelimit-limit-{unit}": str(self.limit),
             f"x-ratelimit-remaining-{unit}": str(self.remaining),
@@ -271,16 +282,20 @@ class Grant:
         """Whether the key has a limit of tokens."""
         return self._tokens is not None or self._budget is not None
 
-    def limit_headers(self, now_s: float) -> dict[str, str]:
-        """Return the ``x-ratelimit-*`` headers; of two limits of tokens that with less left."""
+    def limit_headers(self, now_s: float, *, anthropic: bool = False) -> dict[str, str]:
+        """Return the headers of the limits, as OpenAI or as Anthropic names them.
+
+        Of two limits of tokens they show the one with less left.
+        """
         headers: dict[str, str] = {}
+        utc_s = self._utc_clock() if anthropic else None
         if self._requests is not None:
-            headers |= self._requests.state(now_s).headers("requests")
+            headers |= self._requests.state(now_s).headers("requests", utc_s=utc_s)
         states = [] if self._tokens is None else [self._tokens.state(now_s)]
         if self._budget is not None:
             states.append(self._budget.state(self._utc_clock()))
         if states:
-            headers |= min(states, key=lambda each: each.remaining).headers("tokens")
+            headers |= min(states, key=lambda each: each.remaining).headers("tokens", utc_s=utc_s)
         return headers
 
     def shown(self, now_s: float) -> dict[str, Any]:

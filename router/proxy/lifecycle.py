@@ -224,13 +224,14 @@ class RequestLifecycle:
     ) -> ParsedRequest:
         """Return what routing needs of a request; raise `BadRequestError`: see `Policy.parse`.
 
-        The request's ``record``, if it has one, gets the model.
+        The request's ``record``, if it has one, gets the model and the class.
         """
         most_chars = self._prompts.most_chars
         parse = partial(self.policy.parse, salt_key=salt_key, best=best, most_chars=most_chars)
         asked = await off_loop(len(body), parse, plane, method, path, headers, body)
         if record is not None:
             record.model, record.requested_model = asked.model, asked.requested_model
+            record.priority = asked.priority if asked.has_prompt else None
         return asked
 
     async def read(self, asked: ParsedRequest, record: RequestRecord) -> PromptKeyCache:

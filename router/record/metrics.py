@@ -37,6 +37,7 @@ _REMOVED: Final = "removed"
 """The replica of a request that ended after its replica had left the fleet."""
 _NO_KEY: Final = "none"
 _NO_MODEL: Final = "none"
+_NO_PRIORITY: Final = "none"
 _OTHER_MODEL: Final = "other"
 _MOST_MODELS: Final = 100
 """Models with series of their own."""
@@ -57,7 +58,10 @@ _COUNTERS: Final = {
         ["model", "key", "cause"],
     ),
     "response_bytes": ("Bytes of bodies passed on to clients", ["replica"]),
-    "admission_rejected": ("Requests answered with 429, by why", ["cause"]),
+    "admission_rejected": (
+        "Requests answered with 429, by why and by their class",
+        ["cause", "priority"],
+    ),
     "prefetch_chunks": (
         "Chunks asked for before forwarding, by what became of them in time",
         ["replica", "result"],
@@ -94,8 +98,8 @@ _HISTOGRAMS: Final = {
     "read_prompt_seconds": ("Template and tokens", [], _OVERHEAD_BUCKETS_S),
     "place_seconds": ("Keys, match and costs", [], _OVERHEAD_BUCKETS_S),
     "admission_wait_seconds": (
-        "How long requests were held until a replica could soon begin with them",
-        [],
+        "How long requests were held until a replica could soon begin with them, by class",
+        ["priority"],
         _TTFT_BUCKETS_S,
     ),
     "retry_wait_seconds": (
@@ -322,10 +326,11 @@ class Metrics(Collector):
         if (leg := record.first_leg) is not None:
             self._count("remote_prefills", self._label(leg.replica_id), "done")
             self._time("remote_prefill_seconds", leg.seconds, self._label(leg.replica_id))
+        priority = _NO_PRIORITY if record.priority is None else record.priority.name.lower()
         if record.reason is not None:
             self._count("decisions", record.reason)
         if record.rejected is not None:
-            self._count("admission_rejected", record.rejected)
+            self._count("admission_rejected", record.rejected, priority)
         self._count("prompt_tokens", replica, by=record.prompt_tokens)
         for tier, count in record.matched_tokens.items():
             self._count("matched_tokens", replica, tier, by=count)
@@ -337,7 +342,7 @@ class Metrics(Collector):
         self._count("response_bytes", replica, by=record.response_bytes)
         self._time("read_prompt_seconds", record.read_s)
         self._time("place_seconds", record.place_s)
-        self._time("admission_wait_seconds", record.held_s)
+        self._time("admission_wait_seconds", record.held_s, priority)
         self._time("retry_wait_seconds", record.retry_wait_s)
         self._time("ttft_seconds", record.ttft_s, replica, str(record.streamed).lower())
         self._time("tpot_seconds", record.tpot_s, replica)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import aiohttp
+import anthropic
 import openai
 import pytest
 from aiohttp import web
@@ -80,6 +81,16 @@ async def test_openais_client_reads_a_used_up_budget(fleet: Fleet) -> None:
     assert caught.value.code == "insufficient_quota"
     assert "00:00 UTC" in caught.value.message
     assert caught.value.response.headers["x-ratelimit-remaining-tokens"] == "0"
+
+
+async def test_anthropics_client_reads_what_is_left(fleet: Fleet) -> None:
+    router = await fleet.router(access=one_key(requests_per_minute=2))
+    told = {"content": [], "usage": {"input_tokens": 5, "output_tokens": 6}}
+    fleet.one.will(json_answer({"type": "message", "role": "assistant", **told}))
+    async with anthropic.AsyncAnthropic(base_url=router.url, api_key=KEY, max_retries=0) as ours:
+        answer = await ours.messages.with_raw_response.create(**ASK, max_tokens=5)
+    assert answer.headers["anthropic-ratelimit-requests-remaining"] == "1"
+    assert not any(name.startswith("x-ratelimit-") for name in answer.headers)
 
 
 @pytest.mark.parametrize("end", ["answered", "client-gone", "refused"])

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -150,6 +151,22 @@ def test_each_of_several_routers_enforces_its_part() -> None:
     with pytest.raises(RateLimitedError) as caught:
         few.take_request(0.0)
     assert caught.value.retry_after_s == 180
+
+
+def test_anthropics_headers_tell_when_a_limit_is_reset() -> None:
+    key = KeyConfig(name="team", sha256="0" * 64, requests_per_minute=60, tokens_per_day=1000)
+    team = Grant(key, Counter(), utc_clock=lambda: MIDNIGHT_S + 3595.5)
+    team.take_request(0.0)
+    team.take_prompt(300, 0.0)
+    midnight = datetime.fromtimestamp(MIDNIGHT_S, UTC)
+    assert team.limit_headers(0.0, anthropic=True) == {
+        "anthropic-ratelimit-requests-limit": "60",
+        "anthropic-ratelimit-requests-remaining": "59",
+        "anthropic-ratelimit-requests-reset": f"{midnight:%Y-%m-%d}T00:59:57Z",
+        "anthropic-ratelimit-tokens-limit": "1000",
+        "anthropic-ratelimit-tokens-remaining": "700",
+        "anthropic-ratelimit-tokens-reset": f"{midnight + timedelta(days=1):%Y-%m-%d}T00:00:00Z",
+    }
 
 
 def test_the_headers_tell_the_limit_of_tokens_with_less_left() -> None:

@@ -121,6 +121,7 @@ async def told(fleet: Fleet, client: aiohttp.ClientSession) -> dict[str, set[str
 LABELS_WITHOUT_SAMPLES = {
     # Counted where keys are configured, and LMCache is there.
     "warmroute_access_refused_total": {"key", "cause"},
+    "warmroute_uncached_tokens_total": {"model", "key", "cause"},
     "warmroute_lmcache_total": {"what"},
     "warmroute_measured_rate": {"replica", "part"},
     # Of servers that are vLLM's.

@@ -59,6 +59,7 @@ async def test_a_request_is_one_object_and_has_no_word_of_its_prompt(
         "method": "POST",
         "path": "/v1/chat/completions",
         "model": "m",
+        "priority": "normal",
         "status": 200,
         "outcome": "ok",
         "replica": "one",

@@ -167,7 +167,9 @@ async def test_a_full_line_is_said_at_once(fleet: Fleet, client: aiohttp.ClientS
     record = await router.record()
     assert (record.outcome, record.status, record.rejected) == (Outcome.REFUSED, 429, "full")
     async with client.get(f"{router.url}/metrics") as response:
-        assert 'admission_rejected_total{cause="full"} 2.0' in await response.text()
+        assert (
+            'admission_rejected_total{cause="full",priority="normal"} 2.0' in await response.text()
+        )
     answer.set()
     assert (await task)[0] == 200
     assert router.in_flight() == 0
