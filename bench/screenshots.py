@@ -92,7 +92,7 @@ _NOTICED_S: Final = 8.0
 )
 @click.option("--seed", default=1, show_default=True, help="Of the requests.")
 def main(seconds: float, directory: Path, seed: int) -> None:
-    """Make docs/images: ui.png, ui-dark.png, ui-narrow.png, ui-explain.png and top.png."""
+    """Make docs/images: the page at /ui (ui-*.png) and ``warmroute top`` (top.png)."""
     directory.mkdir(parents=True, exist_ok=True)
     asyncio.run(_take(seconds, directory, random.Random(seed)))
 
@@ -193,6 +193,17 @@ class Traffic:
             question = {"role": "user", "content": self._text(20)}
             self._begin(self._ask([*document, question], f"burst-{number}", 500))
 
+    async def stamped(self) -> str:
+        """Send a chat of two turns with a time stamp in its system prompt; return the last's id."""
+        system = self._text(2_500)
+        messages = [{"role": "system", "content": ""}]
+        for minute in range(2):
+            messages[0] = {"role": "system", "content": f"It is 09:{30 + minute}. {system}"}
+            messages.append({"role": "user", "content": self._text(20)})
+            await self._ask(messages, "stamped", 40, request_id=f"stamped-{minute}")
+            messages.append({"role": "assistant", "content": self._text(40)})
+        return f"stamped-{minute}"
+
     def _begin(self, work: Any) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
@@ -213,9 +224,18 @@ class Traffic:
             messages.append({"role": "assistant", "content": self._text(80)})
             await asyncio.sleep(self.chance.expovariate(1 / _THINKING_S))
 
-    async def _ask(self, messages: list[dict[str, str]], name: str, tokens: int) -> None:
+    async def _ask(
+        self,
+        messages: list[dict[str, str]],
+        name: str,
+        tokens: int,
+        *,
+        request_id: str | None = None,
+    ) -> None:
         body = {"model": "sim", "messages": messages, "max_tokens": tokens, "stream": True}
         self.last, headers = body, {"x-session-id": name}
+        if request_id is not None:
+            headers["x-request-id"] = request_id
         with contextlib.suppress(aiohttp.ClientError):
             async with self.session.post(
                 f"{self.url}/v1/chat/completions", json=body, headers=headers
@@ -245,8 +265,19 @@ async def _pictures(traffic: Traffic, directory: Path) -> None:
             await page.screenshot(path=directory / f"{name}.png", full_page=True)
             if name == "ui":
                 state = await asyncio.to_thread(RouterClient(traffic.url).ask, "/ui/state")
+        await _picture_request(await browser.new_page(), traffic, directory / "ui-request.png")
         await _picture_explained(await browser.new_page(), traffic, directory / "ui-explain.png")
         await _picture_terminal(await browser.new_page(), traffic.url, state, directory / "top.png")
+
+
+async def _picture_request(page: Page, traffic: Traffic, path: Path) -> None:
+    await page.set_viewport_size({"width": 1280, "height": 900})
+    await page.set_extra_http_headers(admin_token_headers(traffic.url))
+    request_id = await traffic.stamped()
+    await page.goto(f"{traffic.url}/ui")
+    await page.click(f"#requests tr[data-id='{request_id}']")
+    await page.wait_for_selector("#why[open]")
+    await page.locator("#why").screenshot(path=path)
 
 
 async def _picture_explained(page: Page, traffic: Traffic, path: Path) -> None:
