@@ -9,7 +9,8 @@ import pytest
 from bench.screenshots import program
 from tests.servers import missing
 
-PICTURES = {"ui.png", "ui-dark.png", "ui-narrow.png", "ui-explain.png", "top.png"}
+PAGES = ("ui", "ui-dark", "ui-narrow", "ui-request", "ui-explain", "top")
+PICTURES = {f"{name}.png" for name in PAGES}
 
 
 @pytest.mark.slow
