@@ -6,7 +6,7 @@ only: nothing here contains text of a prompt. `router.waste` finds the parts.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final, TypeAlias
 
@@ -259,7 +259,9 @@ class Uncached:
         parts, total, cached = self.parts, self.prompt_tokens, self.cached_tokens
         if prompt_tokens and prompt_tokens != total:
             scale = prompt_tokens / total
-            parts = tuple(replace(each, stop=round(each.stop * scale)) for each in parts)
+            parts = tuple(
+                PromptPart(round(each.stop * scale), each.cause, each.detail) for each in parts
+            )
             total, cached = prompt_tokens, round(cached * scale)
         return Uncached(
             parts=parts,
