@@ -118,8 +118,13 @@ _CUSTOM_SPECS: Final = {
             record(
                 "type metadata",
                 type={"const": "prometheus"},
+                metricType={"enum": ["AverageValue", "Value"]},
                 metadata=record(
-                    "serverAddress query threshold", serverAddress=TEXT, query=TEXT, threshold=TEXT
+                    "serverAddress query threshold",
+                    serverAddress=TEXT,
+                    query=TEXT,
+                    threshold=TEXT,
+                    activationThreshold=TEXT,
                 ),
             ),
             16,

@@ -361,6 +361,16 @@ def test_who_is_scaled_has_no_fixed_number() -> None:
             assert (target["kind"], target["name"]) == (each["kind"], name)
 
 
+def test_keda_asks_what_the_documentation_shows() -> None:
+    page = (CONFIGS.parent / "docs" / "operations.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^ +query: (.*)$", page[page.index("apiVersion: keda.sh") :], re.MULTILINE)
+    scaled = of_kind("production", "ScaledObject")[f"{NAME}-small"]
+    asked = [each["metadata"]["query"] for each in scaled["spec"]["triggers"]]
+    small = next(each for each in values("production")["models"] if each["name"] == "small")
+    labels = f'namespace="models", model="{small["model"]}"'
+    assert asked == [each.replace('model="MODEL"', labels) for each in shown[: len(asked)]]
+
+
 def test_monitoring_finds_routers_agents_and_vllm() -> None:
     services = of_kind("production", "Service")
     scraped = {
