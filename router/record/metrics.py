@@ -38,9 +38,6 @@ _REMOVED: Final = "removed"
 _NO_KEY: Final = "none"
 _NO_MODEL: Final = "none"
 _NO_PRIORITY: Final = "none"
-_OTHER_MODEL: Final = "other"
-_MOST_MODELS: Final = 100
-"""Models with series of their own."""
 
 _COUNTERS: Final = {
     "requests": ("Requests by how they ended", ["endpoint", "replica", "status", "outcome"]),
@@ -293,7 +290,7 @@ class Metrics(Collector):
         self._asked = asked
         self._kv_behind_s = kv_behind_s
         self._scaling = scaling
-        self._usage = usage
+        self._usage = UsageTotals() if usage is None else usage
         registry = self._registry = CollectorRegistry()
         self._rendering = asyncio.Lock()
         self._counters = {
@@ -306,8 +303,6 @@ class Metrics(Collector):
         }
         self._children: dict[tuple[str, ...], Any] = {}
         """Series by metric and labels: to find one by its labels costs more than to count."""
-        self._models: set[str] = set()
-        """Models that have series."""
         self._shown = {_NO_REPLICA, _REMOVED}
         """Replicas that have series."""
 
@@ -336,7 +331,7 @@ class Metrics(Collector):
             self._count("matched_tokens", replica, tier, by=count)
         self._count("cached_tokens", replica, by=record.cached_tokens)
         if record.uncached is not None:
-            model, key = self._model_label(record.model), record.key or _NO_KEY
+            model, key = self._usage.model_of(record) or _NO_MODEL, record.key or _NO_KEY
             for cause, count in record.uncached.tokens().items():
                 self._count("uncached_tokens", model, key, cause, by=count)
         self._count("response_bytes", replica, by=record.response_bytes)
@@ -416,8 +411,7 @@ class Metrics(Collector):
         for where, count in self._dropped().items():
             dropped.add_metric([where], count)
         others = (openings, evicted, lmcache_events, refused, reloads, dropped)
-        used = () if self._usage is None else self._usage.collect()
-        return [*gauges.values(), *others, *used, *self._replica_tokenizing()]
+        return [*gauges.values(), *others, *self._usage.collect(), *self._replica_tokenizing()]
 
     def _show_scaling(self, show: Callable[..., None]) -> None:
         for load in () if self._scaling is None else self._scaling.loads(time.monotonic()):
@@ -452,19 +446,6 @@ class Metrics(Collector):
         label = _REMOVED if replica is None or replica.is_removed else replica.id
         self._shown.add(label)
         return label
-
-    def _model_label(self, model: str | None) -> str:
-        """Return a model's label; clients may name any model, so the number of labels is bounded.
-
-        Prompts are answered by replicas that serve the model, unless they do not tell which.
-        """
-        if model is None:
-            return _NO_MODEL
-        if model not in self._models:
-            if len(self._models) >= _MOST_MODELS:
-                return _OTHER_MODEL
-            self._models.add(model)
-        return model
 
     def _forget(self, replicas: set[str]) -> None:
         """Drop the series of replicas."""

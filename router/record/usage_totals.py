@@ -128,12 +128,25 @@ class UsageTotals(Collector):
         counted as the router has tokenized it, and its output by the events of its stream.
         """
         day = int(self._utc_clock() // _DAY_S)
-        key = (record.key, self._model(record))
+        key = (record.key, self.model_of(record))
         if (entry := self._entries.get(key)) is None:
             entry = self._entries[key] = _Entry(UsageCounts(), UsageCounts(), day)
         if entry.day != day:
             entry.begin(day)
         entry.counts.add(record)
+
+    def model_of(self, record: RequestRecord) -> str | None:
+        """Return the name under which a request's model is counted.
+
+        Clients may write any name: it counts once a replica has answered for it.
+        """
+        model = record.model
+        if model is None or model in self._models:
+            return model
+        if not _is_answered(record) or len(self._models) >= _MOST_MODELS:
+            return _OTHER
+        self._models.add(model)
+        return model
 
     def shown(self, key: str | None = None) -> dict[str, Any]:
         """Return what each key, or only this one, has used, for JSON."""
@@ -179,19 +192,6 @@ class UsageTotals(Collector):
             ttft.add_metric(named, used.ttft_count, used.ttft_sum_s)
             tpot.add_metric(named, used.tpot_count, used.tpot_sum_s)
         return [requests, tokens, ttft, tpot]
-
-    def _model(self, record: RequestRecord) -> str | None:
-        """Return the name under which a request's model is counted.
-
-        Clients may write any name: it counts once a replica has answered for it.
-        """
-        model = record.model
-        if model is None or model in self._models:
-            return model
-        if not _is_answered(record) or len(self._models) >= _MOST_MODELS:
-            return _OTHER
-        self._models.add(model)
-        return model
 
 
 def _is_answered(record: RequestRecord) -> bool:

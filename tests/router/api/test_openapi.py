@@ -4,6 +4,7 @@ By hand, schemathesis 4.32 has been run against a router with simulated replicas
 the packages for tests: of its checks, those of statuses and schemas are made here.
 """
 
+import asyncio
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
@@ -77,8 +78,10 @@ async def test_every_own_endpoint_is_described_and_no_other(fleet: Fleet) -> Non
 async def test_answers_are_as_described(fleet: Fleet, client: aiohttp.ClientSession) -> None:
     router = await fleet.router(policy="ttft")
     for _ in range(3):
-        fleet.one.will(stream(*chat_events("a", "b")))
-        fleet.two.will(stream(*chat_events("a", "b")))
+        gate = asyncio.Event()  # parts of less than 0.5 ms are not told
+        asyncio.get_running_loop().call_later(0.01, gate.set)
+        for replica in (fleet.one, fleet.two):
+            replica.will(stream(*chat_events("a", "b"), gates=(gate,)))
         async with client.post(
             f"{router.url}/v1/chat/completions", json={**CHAT, "stream": True}
         ) as response:

@@ -157,15 +157,17 @@ def test_why_tokens_were_computed_is_told_but_not_to_tenants() -> None:
 
 async def test_why_tokens_were_computed_is_counted_for_a_bounded_number_of_models() -> None:
     metrics = Metrics(Fleet(TWO))
-    metrics.observe(ended(uncached=UNCACHED, model="m", key="team"))
-    metrics.observe(ended(uncached=UNCACHED, model="m", key="team"))
+    answered: dict[str, Any] = {"uncached": UNCACHED, "status": 200, "first_byte_s": 101.0}
+    for _ in range(2):
+        metrics.observe(ended(**answered, model="m", key="team"))
+    metrics.observe(ended(uncached=UNCACHED, model="no replica answers for it"))
     for number in range(200):
-        metrics.observe(ended(uncached=UNCACHED, model=f"m{number}"))
+        metrics.observe(ended(**answered, model=f"m{number}"))
     lines = (await metrics.render()).decode().splitlines()
     name = "warmroute_uncached_tokens_total"
     assert f'{name}{{cause="changed",key="team",model="m"}} 140.0' in lines
-    assert f'{name}{{cause="new",key="none",model="other"}} 707.0' in lines
-    assert len([each for each in lines if each.startswith(name)]) == 101 * 3
+    assert f'{name}{{cause="new",key="none",model="other"}} 966.0' in lines
+    assert len([each for each in lines if each.startswith(name)]) == 65 * 3
 
 
 async def test_every_end_is_counted() -> None:
