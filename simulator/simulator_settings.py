@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cacheengine.tiers.chunk_file import SEAL_BYTES
+from cacheengine.tiers.slot_file import SEAL_BYTES
 from simulator.model.replica_machine import Rates, Shape
 from simulator.nixl import LEASE_S
 from warmroute_common.fleet_secret import FleetSecret
