@@ -37,7 +37,7 @@ logger = logging.getLogger("vllm.warmroute")
 _FILES: Final = 64
 _PORTION_BYTES: Final = 64 * 1024 * 1024
 _LEAST_FREE: Final = 16
-"""Chunks that several threads evict at once leave free slots, at most a portion or so many."""
+"""At most this many free slots, or a portion if that is more, keep their blocks."""
 _SCAN_THREADS: Final = 16
 _SEALS_A_JOB: Final = 1000
 _NO_SPACE_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -139,7 +139,7 @@ class DiskPath:
             # Each alone: what is broken costs its own chunk.
             ended = []
             for at, (slot, chunk) in enumerate(zip(run.slots, chunks, strict=True)):
-                alone = Run(run.file, run.offset + at * self._seal.slot_bytes, [slot])
+                alone = Run(run.file, run.offset + at * self._slot_bytes, [slot])
                 ended += self._read(alone, [chunk])
             return ended
         self._report("read", failure)
@@ -283,7 +283,7 @@ class DiskPath:
         return count
 
     def _end_writes(self, runs: Iterable[Run], written: Mapping[int, bytes]) -> None:
-        """End writes: slots and keys of those that succeeded."""
+        """End writes; ``written`` has slots and keys of the writes that succeeded."""
         with self._lock:
             for run in runs:
                 if self._files.get(self._place(run.slots[0])[0]) is not run.file:
@@ -357,16 +357,15 @@ class DiskPath:
         self._files = {each: file for each, file in self._files.items() if each not in numbers}
         self._free = [slot for slot in self._free if slot not in gone]
         self._become_holes([*gone, *(self._held.pop(key) for key in lost)])
-        logger.warning(
-            "disk tier: files in %s were removed, with %d chunks", self.directory, len(lost)
-        )
+        if numbers:  # or another thread was faster
+            logger.warning("disk tier: %s has lost files with %d chunks", self.directory, len(lost))
 
     # --- start and end ---
 
     def scan(self, now_ns: int) -> dict[bytes, int]:
         """Find the chunks that an earlier process left: by its index, or by their seals.
 
-        Returns their places in the order in which they leave. Those that the index does not name
+        Returns their places in the order in which they leave. Chunks that the index does not name
         were written after the others. A file that cannot be read stays, with a warning.
         """
         indexed, is_exact = self._owned.take_index()

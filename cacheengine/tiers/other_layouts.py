@@ -90,7 +90,7 @@ class OtherLayouts:
         self._budget.count(sum(size_bytes for _, size_bytes in files))
 
     def _remove_former(self, directory: Path) -> int:
-        """Remove files of one chunk each; return how many. Counts those that stay."""
+        """Remove files of one chunk each; return how many. Counts files that stay."""
         removed = 0
         for path in directory.glob("[0-9a-f][0-9a-f]/*.kv*"):
             if _FORMER_FILE.fullmatch(path.name) and not path.parent.is_symlink():

@@ -44,7 +44,7 @@ class ChunkSeal:
     def __init__(self, fingerprint: str, payload_bytes: int) -> None:
         self.payload_bytes = payload_bytes
         self.slot_bytes = -(-payload_bytes // PAGE_BYTES) * PAGE_BYTES + SEAL_BYTES
-        """Of a chunk, its seal, and what fills the last page of the chunk."""
+        """The size of a chunk in whole pages, with its seal."""
         self._fingerprint = fingerprint.encode()
 
     def of(self, key: bytes, payload: memoryview) -> bytes:
