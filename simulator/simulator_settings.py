@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cacheengine.tiers.chunk_file import SEAL_BYTES
+from cacheengine.tiers.slot_file import ChunkSeal
 from simulator.model.replica_machine import Rates, Shape
 from simulator.nixl import LEASE_S
 from warmroute_common.fleet_secret import FleetSecret
@@ -79,7 +79,7 @@ class SimulatorSettings:
     @property
     def chunk_file_bytes(self) -> int:
         """What a chunk takes in files, with the page that proves it."""
-        return self.chunk_bytes + SEAL_BYTES
+        return ChunkSeal("", self.chunk_bytes).slot_bytes
 
     @property
     def max_model_tokens(self) -> int:

@@ -18,8 +18,8 @@ from bench.ttft import BenchError
 from cacheengine.engine.engine import CacheEngine
 from cacheengine.memory import Pool
 from cacheengine.settings.engine_config import EngineConfig
-from cacheengine.tiers.chunk_file import SEAL_BYTES
 from cacheengine.tiers.disk import DiskTier
+from cacheengine.tiers.slot_file import SEAL_BYTES
 from cacheengine.tiers.tier import Chunk, PutOutcome
 
 _TIMEOUT_S: Final = 120.0

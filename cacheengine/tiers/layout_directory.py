@@ -1,181 +1,189 @@
-"""A directory with the chunk files of one layout, and the index file that keeps their order.
+"""The directory of one layout: its lock, the names of its files, and the index of its chunks.
 
-The file of a chunk is ``<first 2 hex digits>/<key in hex>.kv``. ``.index`` names the chunks in the
-order in which they leave, and the subdirectories' times of change at that moment. While these are
-the same, the index replaces a listing: no file was added, renamed or removed since. Otherwise the
-files are listed, and the index only tells their order. It has a checksum, and a process that is
-killed leaves the former one or the new one. So it may know less than there is, never more.
-
-Files are named by text, not by `Path`: a `Path` puts each part of a name into the interpreter's
-table of interned strings. Short-lived names make that table, which has megabytes, be rebuilt
-after some ten thousand of them, on whichever thread comes next.
+Chunks lie in slots of files ``<2 hex digits>.kv`` (`disk_path`). ``.index`` names them with their
+slots, in the order in which they leave. It is written at the end, and now and then before. The
+index of an orderly end has a mark: it names exactly what the slots hold. The next owner takes the
+mark away before it writes anything. Without the mark, the index only tells the order. It has a
+checksum, and a process that is killed leaves the former one or the new one.
 """
 
 import contextlib
+import errno
+import fcntl
 import os
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 import xxhash
 
-DIRECTORY_MODE: Final = 0o700
-FILE_MODE: Final = 0o600
-"""For this user only: the text of prompts can be computed from their chunks."""
-TEMPORARY_SUFFIX: Final = ".tmp"
-_SUFFIX: Final = ".kv"
-_NAME: Final = re.compile(r"(?P<key>([0-9a-f]{2})+)\.kv(?P<unfinished>(\.\d+)?\.tmp)?")
-_SUBDIRECTORY: Final = re.compile("[0-9a-f]{2}")
-_HEAD: Final = struct.Struct("<8s16sI")
-"""Magic, digest of the subdirectories' times of change, bytes of a key."""
-_MAGIC: Final = b"WARMKEYS"
-_UNKNOWN: Final = bytes(16)
-"""In place of that digest: files may have changed while the index was written."""
+from cacheengine.tiers.slot_file import FILE_MODE
+
+_LAYOUT_NAME: Final = re.compile("[0-9a-f]{32}")
+_LOCK_NAME: Final = ".lock"
+_DIRECTORY_MODE: Final = 0o700
+_LOCK_POLL_S: Final = 0.05
+_FILE_NAME: Final = re.compile(r"[0-9a-f]{2}\.kv")
+_HEAD: Final = struct.Struct("<8sI")
+"""Magic, bytes of a key."""
+_RECORD: Final = "<QQ{}s"
+_MAGIC: Final = b"WARMSLOT"
 _CHECKSUM_BYTES: Final = 16
-Report = Callable[[OSError], None]
-"""Is called for what cannot be listed, which is left where it is."""
+
+
+class DirectoryInUseError(OSError):
+    """Another process uses this directory; each replica needs its own."""
 
 
 class LayoutDirectory:
-    """The chunk files in ``directory``. Its user holds the directory's lock.
+    """A directory that is created for this user only, and locked until `release`. Thread-safe.
 
-    A time of use is in ns since the epoch: for chunks that the index names their place in its
-    order, before the moment of its writing; for others that of the last writing, or a later one.
+    Raises OSError, `DirectoryInUseError` when another process holds the lock for ``lock_wait_s``.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._prefix = f"{directory}/"
-        self._index = directory / ".index"
+    def __init__(self, path: Path, lock_wait_s: float) -> None:
+        self._path = path
+        self._index = path / ".index"
+        # Guards _lock_fd: two puts may find the directory removed at the same time.
+        self._relocking = threading.RLock()
+        self._lock_fd: int | None = self._claim(lock_wait_s)
 
-    def file(self, key: bytes) -> str:
-        """Return the path of a chunk's file, whether it exists or not."""
-        name = key.hex()
-        return f"{self._prefix}{name[:2]}/{name}{_SUFFIX}"
+    def _claim(self, wait_s: float) -> int:
+        self._path.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)
+        with contextlib.suppress(PermissionError):  # another user's directory: its owner decides
+            self._path.chmod(_DIRECTORY_MODE)
+        return lock_directory(self._path, wait_s)
 
-    def size_bytes(self, report: Report) -> int:
-        """Return what the files take, taking them for equally large. Reads names only."""
-        count, each_bytes = 0, 0
-        for entry in self._files(report):
-            if not count:
-                each_bytes = _size_and_time(entry, report)[0]
-            count += 1
-        return count * each_bytes
+    def restore(self) -> None:
+        """Create and lock the directory again if it was removed.
 
-    def last_use_ns(self) -> int:
-        """Return when the index was written or, without one, when a file was added or removed."""
-        with contextlib.suppress(OSError):
-            return self._index.stat().st_mtime_ns
-        times = [0]
-        with contextlib.suppress(OSError):
-            times += [entry.stat().st_mtime_ns for entry in os.scandir(self.directory)]
-        return max(times)
-
-    def stored(
-        self, file_bytes: int | None, remove: Callable[[str, int], object], report: Report
-    ) -> dict[bytes, int]:
-        """Return the times of use of the complete files.
-
-        ``remove`` is called with path and size for unfinished files and files of another size
-        (None: of any size).
+        Raises `DirectoryInUseError` when another process was faster.
         """
-        changed, order = self._read_index()
-        if order and changed == self._times_of_change():
-            return order
-        found: dict[bytes, int] = {}
-        newest_ns = max(order.values(), default=0)
-        for entry in self._files(report):
-            name = _NAME.fullmatch(entry.name)
-            assert name is not None
-            key = bytes.fromhex(name["key"])
-            if name["unfinished"] is None and key in order:
-                found[key] = order[key]
-                continue
-            size_bytes, used_ns = _size_and_time(entry, report)
-            # The writer of an unfinished file is gone: its user holds the directory's lock.
-            if name["unfinished"] or size_bytes != (file_bytes or size_bytes):
-                remove(entry.path, size_bytes)
-            elif used_ns:
-                found[key] = max(used_ns, newest_ns)
-        return found
+        with self._relocking:
+            if self._lock_fd is None:
+                raise OSError(errno.ESHUTDOWN, "the disk tier is closed", os.fspath(self._path))
+            former = self._lock_fd
+            if not os.fstat(former).st_nlink:
+                self._lock_fd = self._claim(0.0)
+                os.close(former)
+            elif not self.is_there:
+                raise OSError(errno.ENODEV, "not mounted", os.fspath(self._path))
 
-    def save(self, chunks: Sequence[tuple[int, bytes]], *, is_exact: bool) -> None:
-        """Write the index: times of use and keys, the next to leave first. Raises OSError.
+    def release(self) -> None:
+        """Unlock the directory. Idempotent."""
+        with self._relocking:
+            if self._lock_fd is not None:
+                os.close(self._lock_fd)
+                self._lock_fd = None
 
-        ``is_exact``: these are all files there are, and no other thread changes any.
+    @property
+    def is_there(self) -> bool:
+        """Whether the name leads to the directory that is locked: not removed, not unmounted."""
+        with self._relocking, contextlib.suppress(OSError):
+            lock_fd = self._lock_fd
+            lock = (self._path / _LOCK_NAME).stat()
+            return lock_fd is not None and os.path.samestat(os.fstat(lock_fd), lock)
+        return False
+
+    def file(self, number: int) -> str:
+        """Return the path of a file of slots, whether it exists or not."""
+        return f"{self._path}/{number:02x}.kv"
+
+    def files(self) -> list[int]:
+        """Return the numbers of the files that there are. Raises OSError."""
+        return sorted(int(path.stem, 16) for path in slot_files(self._path))
+
+    def save(self, chunks: Sequence[tuple[int, int, bytes]], *, is_exact: bool) -> None:
+        """Write the index: place in the order (ns since the epoch), slot and key of each chunk.
+
+        ``is_exact``: these are all chunks there are, and nothing is written later. Does nothing
+        when the directory was removed or unmounted. Raises OSError.
         """
-        key_bytes = len(chunks[0][1]) if chunks else 0
-        record = struct.Struct(f"<Q{key_bytes}s")
-        changed = self._times_of_change() if is_exact else _UNKNOWN
-        parts = [_HEAD.pack(_MAGIC, changed, key_bytes)]
-        parts += [record.pack(*chunk) for chunk in chunks if len(chunk[1]) == key_bytes]
+        if not self.is_there:
+            return
+        key_bytes = len(chunks[0][2]) if chunks else 0
+        record = struct.Struct(_RECORD.format(key_bytes))
+        parts = [_HEAD.pack(_MAGIC, key_bytes)]
+        parts += [record.pack(*chunk) for chunk in chunks if len(chunk[2]) == key_bytes]
         content = b"".join(parts)
-        draft = self._index.with_suffix(TEMPORARY_SUFFIX)
+        content += self._checksum(content)
+        if is_exact:
+            content += self._checksum(content)
+        draft = self._index.with_suffix(".tmp")
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         with os.fdopen(os.open(draft, flags, FILE_MODE), "wb") as file:
-            file.write(content + self._checksum(content))
+            file.write(content)
         draft.replace(self._index)
 
-    def _read_index(self) -> tuple[bytes, dict[bytes, int]]:
-        """Return the digest of times of change, and times of use by key; none if it is damaged."""
+    def take_index(self) -> tuple[dict[bytes, tuple[int, int]], bool]:
+        """Return place and slot of each chunk, by key, and whether this is of an orderly end.
+
+        Takes the mark of that away. There are none if the index is damaged.
+        """
         try:
-            fd = os.open(self._index, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            with os.fdopen(fd, "rb") as file:
-                content = file.read()
+            fd = os.open(self._index, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            with os.fdopen(fd, "r+b") as file:
+                body = self._checked(file.read())
+                inner = None if body is None else self._checked(body)
+                if body is not None and inner is not None:
+                    file.truncate(len(body))
+                    # Before anything else is written, for a power failure, too.
+                    os.fsync(fd)
         except OSError:
-            return _UNKNOWN, {}
-        content, checksum = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
-        if len(content) < _HEAD.size or checksum != self._checksum(content):
-            return _UNKNOWN, {}
-        magic, changed, key_bytes = _HEAD.unpack_from(content)
-        record = struct.Struct(f"<Q{key_bytes}s")
-        chunks = memoryview(content)[_HEAD.size :]
-        if magic != _MAGIC or len(chunks) % record.size:
-            return _UNKNOWN, {}
-        return changed, {key: used_ns for used_ns, key in record.iter_unpack(chunks)}
+            return {}, False
+        content = body if inner is None else inner
+        if content is None or len(content) < _HEAD.size or not content.startswith(_MAGIC):
+            return {}, False
+        record = struct.Struct(_RECORD.format(_HEAD.unpack_from(content)[1]))
+        records = record.iter_unpack(memoryview(content)[_HEAD.size :])
+        return {key: (place, slot) for place, slot, key in records}, inner is not None
+
+    def _checked(self, content: bytes) -> bytes | None:
+        """Return what is before a checksum that is right."""
+        body, checksum = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
+        return body if checksum == self._checksum(body) else None
 
     def _checksum(self, content: bytes) -> bytes:
         """Cover the layout's name, too: an index that was copied here from another is damaged."""
-        return xxhash.xxh3_128(self.directory.name.encode() + content).digest()
+        return xxhash.xxh3_128(self._path.name.encode() + content).digest()
 
-    def _times_of_change(self) -> bytes:
-        """Return a digest that differs after a file was added, renamed or removed."""
-        digest = xxhash.xxh3_128()
+
+def slot_files(directory: Path) -> list[Path]:
+    """Return the files of slots in a directory. Raises OSError."""
+    return [path for path in directory.iterdir() if _FILE_NAME.fullmatch(path.name)]
+
+
+def lock_directory(directory: Path, wait_s: float) -> int:
+    """Lock a directory; return a descriptor that holds the lock until it is closed.
+
+    Raises `DirectoryInUseError` if another process holds the lock for longer than ``wait_s``.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    fd = os.open(directory / _LOCK_NAME, flags, FILE_MODE)
+    deadline_s = time.monotonic() + wait_s
+    while True:
         try:
-            for path in sorted(self.directory.iterdir()):
-                if _SUBDIRECTORY.fullmatch(path.name):
-                    stat = path.lstat()
-                    digest.update(f"{path.name} {stat.st_ino} {stat.st_mtime_ns}\0".encode())
-        except OSError:
-            return os.urandom(_CHECKSUM_BYTES)
-        return digest.digest()
-
-    def _files(self, report: Report) -> "Iterator[os.DirEntry[str]]":
-        for subdirectory in _listed(str(self.directory), report):
-            if _SUBDIRECTORY.fullmatch(subdirectory.name) and subdirectory.is_dir(
-                follow_symlinks=False
-            ):
-                for entry in _listed(subdirectory.path, report):
-                    if _NAME.fullmatch(entry.name):
-                        yield entry
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < deadline_s:
+                time.sleep(_LOCK_POLL_S)
+                continue
+            os.close(fd)
+            raise DirectoryInUseError(
+                errno.EBUSY,
+                "local_disk is in use by another replica; give each replica a directory of its own",
+                os.fspath(directory),
+            ) from None
+        return fd
 
 
-def _listed(directory: str, report: Report) -> "list[os.DirEntry[str]]":
-    try:
-        with os.scandir(directory) as entries:
-            return [*entries]
-    except OSError as error:
-        report(error)
-        return []
-
-
-def _size_and_time(entry: "os.DirEntry[str]", report: Report) -> tuple[int, int]:
-    """Return a file's size and its time of modification; zeros if they cannot be read."""
-    try:
-        stat = entry.stat(follow_symlinks=False)
-    except OSError as error:
-        report(error)
-        return 0, 0
-    return stat.st_size, stat.st_mtime_ns
+def other_layouts(own: Path) -> Iterator[Path]:
+    """Return the directories next to this one that an engine made. Raises OSError."""
+    for directory in own.parent.iterdir():
+        is_layout = _LAYOUT_NAME.fullmatch(directory.name) and (directory / _LOCK_NAME).exists()
+        if is_layout and directory.name != own.name and not directory.is_symlink():
+            yield directory

@@ -24,6 +24,7 @@ from tests.e2e.serving import (
     start_together,
 )
 from tests.huge_pages import counts, free_huge_pages
+from tests.stored_chunks import stored_chunks
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -117,8 +118,8 @@ def test_a_chunk_is_one_row_with_the_bytes_of_both_ranks(pair: Pair, prompt: lis
     two_ranks.wait_stored(prompt)
     assert call(f"{two_ranks.agent_url}/info")["chunk_bytes"] == CHUNK_TOKENS * TOKEN_BYTES
 
-    (path,) = two_ranks.disk.rglob(f"{chunk_hexes(prompt)[0]}.kv")
-    payload = path.read_bytes()[: CHUNK_TOKENS * TOKEN_BYTES]
+    path, start = stored_chunks(two_ranks.disk)[bytes.fromhex(chunk_hexes(prompt)[0])]
+    payload = path.read_bytes()[start : start + CHUNK_TOKENS * TOKEN_BYTES]
     halves = payload[: len(payload) // 2], payload[len(payload) // 2 :]
     assert all(any(half) for half in halves)
     assert halves[0] != halves[1]

@@ -13,6 +13,7 @@ from tests.e2e.serving import (
     fresh_prompt,
     replica_on_free_ports,
 )
+from tests.stored_chunks import stored_chunks
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -42,7 +43,7 @@ def test_chunks_that_found_no_room_are_stored_while_the_request_runs(replica: Re
     prompt = fresh_prompt(PROMPT_CHUNKS * CHUNK_TOKENS + 5, seed=11)
     replica.ask(prompt, max_tokens=400)
     replica.settle()
-    stored = {path.stem for path in replica.disk.rglob("*.kv")}
+    stored = {chunk.hex() for chunk in stored_chunks(replica.disk)}
     hexes = chunk_hexes(prompt)
     lost = [number for number, each in enumerate(hexes) if each not in stored]
     assert len(hexes) == PROMPT_CHUNKS and lost == []

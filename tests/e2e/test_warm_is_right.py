@@ -21,6 +21,7 @@ from tests.e2e.serving import (
     fresh_prompt,
 )
 from tests.huge_pages import counts
+from tests.stored_chunks import stored_chunks
 from warmroute_common.agent_protocol import InstanceInfo
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -162,11 +163,12 @@ def test_a_byte_flipped_on_disk_is_a_miss(replica: Replica, prompt: list[int]) -
     warm_up(replica, prompt)
     replica.empty_gpu()
     replica.empty_cpu()
-    damaged = chunk_hexes(prompt)[2]
-    (path,) = replica.disk.rglob(f"{damaged}.kv")
-    content = bytearray(path.read_bytes())
-    content[-1000] ^= 1
-    path.write_bytes(content)
+    path, start = stored_chunks(replica.disk)[bytes.fromhex(chunk_hexes(prompt)[2])]
+    with path.open("r+b") as file:
+        file.seek(start + 1000)
+        (byte,) = file.read(1)
+        file.seek(start + 1000)
+        file.write(bytes([byte ^ 1]))
     corrupt_before = replica.metrics()["warmroute_engine_corrupt"]
     answer = replica.ask(prompt)
     assert replica.metrics()["warmroute_engine_corrupt"] == corrupt_before + 1
@@ -204,9 +206,11 @@ def test_these_tests_would_see_one_flipped_byte(replica: Replica, prompt: list[i
 
 
 def stored_bytes(replica: Replica, prompt: list[int]) -> bytes:
-    """Return the beginning of a prompt's first chunk, from its file."""
-    (path,) = replica.disk.rglob(f"{chunk_hexes(prompt)[0]}.kv")
-    return path.read_bytes()[:4096]
+    """Return the beginning of a prompt's first chunk, from the disk tier."""
+    path, start = stored_chunks(replica.disk)[bytes.fromhex(chunk_hexes(prompt)[0])]
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(4096)
 
 
 def find_in_pool(replica: Replica, wanted: bytes) -> tuple[int, int]:

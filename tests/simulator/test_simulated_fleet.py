@@ -17,6 +17,7 @@ import zmq
 
 from bench.replica.tiers import call, wait_until
 from tests.simulator.fleet_process import Fleet, prompt, routing, simulating
+from tests.stored_chunks import stored_chunks
 
 SIZES = ["--gpu-tokens", "16384", "--cpu-tokens", "8192", "--disk-tokens", "200000"]
 _ENDS_S = 30
@@ -219,7 +220,7 @@ def test_disk_files_outlive_the_fleet(tmp_path: Path) -> None:
         with simulating(*options) as (process, where):
             fleet = Fleet(where, "")
             assert fleet.ask(ids, base=fleet.url("sim1")).cached_tokens == expected
-            wait_until("all is on disk", lambda: len([*(tmp_path / "disk").rglob("*.kv")]) == 4)
+            wait_until("all is on disk", lambda: len(stored_chunks(tmp_path / "disk")) == 4)
             process.terminate()
             assert process.wait(_ENDS_S) == 0
 

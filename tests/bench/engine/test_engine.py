@@ -12,6 +12,7 @@ from bench.engine.cases import Case, Contender, as_json, in_turns, table
 from bench.engine.disk import DirectFiles, DiskRig, disk, random_memory
 from bench.engine.index import FullTier, index, key_of
 from bench.engine.kept import kept
+from tests.stored_chunks import stored_chunks
 
 
 def case(ours: list[float], limit: list[float], *, bar: float | None = None) -> Case:
@@ -74,8 +75,8 @@ def test_the_disk_cases_move_every_byte_and_a_full_tier_stays_full(
     assert all(each.moved_bytes == 3 * 8192 for each in cases)
     assert all(len(each.ours) == len(each.limit) == 2 for each in cases)
     # Two cases of 3 rounds (the first is not counted) filled one.
-    assert len(list((tmp_path / "ours").rglob("*.kv"))) == 2 * 3 * 3
-    assert len(list((tmp_path / "full").rglob("*.kv"))) == 3
+    assert len(stored_chunks(tmp_path / "ours")) == 2 * 3 * 3
+    assert len(stored_chunks(tmp_path / "full")) == 3
 
 
 def test_a_kept_pool_is_sealed_and_served_after_a_restart() -> None:

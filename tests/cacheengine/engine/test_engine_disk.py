@@ -31,6 +31,14 @@ from tests.cacheengine.helpers import (
     tier_stack,
     wait_until,
 )
+from tests.cacheengine.tiers.disk_chunks import (
+    ITEM_BYTES,
+    break_disk,
+    bytes_under,
+    flip,
+    place_of,
+)
+from tests.stored_chunks import stored_chunks
 from warmroute_common.config_reader import ConfigError
 
 _PROGRAM = """
@@ -95,7 +103,7 @@ def test_a_smaller_limit_at_restart_keeps_the_most_recent(
         False,
         False,
     ]
-    assert len(list(tmp_path.rglob("*.kv"))) == 2
+    assert bytes_under(tmp_path) == 2 * ITEM_BYTES
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
@@ -161,15 +169,12 @@ def test_one_flipped_byte_is_a_miss(make_bench: MakeBench, tmp_path: Path) -> No
     bench.engine.clear(["cpu"])
     tier = tier_stack(bench.engine).local
     assert isinstance(tier, DiskTier)
-    file = tier.path(key(2))
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip(place_of(tier, key(2)), CHUNK_BYTES - 1)
     assert bench.promote(keys(1, 2, 3)) == (0, 2, 1)
     assert bench.engine.lookup(key(2)) is Presence.MISS
     assert bench.engine.match(keys(1, 2, 3)) == ["cpu"]
     assert bench.engine.stats().lower_tiers.corrupt == 1
-    assert not file.exists()
+    assert key(2) not in stored_chunks(tmp_path)
     # It is stored and put again as if it had never been there.
     assert bench.store(keys(2)) == tuple(keys(2))
     bench.finish_puts()
@@ -195,7 +200,7 @@ def test_a_directory_that_vanishes_is_a_miss(make_bench: MakeBench, tmp_path: Pa
 def test_no_descriptor_left_costs_no_chunk(
     make_bench: MakeBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process out of file descriptors says nothing about the files."""
+    """Files that are open are read. A process without descriptors says nothing about others."""
     chunks = keys(*range(32))
     bench = make_bench(64, config(tmp_path))
     bench.store(chunks)
@@ -203,8 +208,21 @@ def test_no_descriptor_left_costs_no_chunk(
     bench.engine.clear(["cpu"])
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", _no_descriptor_left)
+        assert bench.promote(chunks) == (0, 32, 0)
+    assert bench.has_right_bytes(chunks)
+
+
+def test_a_disk_that_fails_for_a_moment_loses_no_chunk(
+    make_bench: MakeBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = keys(*range(32))
+    bench = make_bench(64, config(tmp_path))
+    bench.store(chunks)
+    bench.finish_puts()
+    bench.engine.clear(["cpu"])
+    with monkeypatch.context() as patch:
+        break_disk(patch, tmp_path, errno.EIO, "preadv")
         assert bench.promote(chunks) == (0, 0, 32)
-    assert len(list(tmp_path.rglob("*.kv"))) == 32
     bench.clock.advance(60)
     assert bench.promote(chunks) == (0, 32, 0)
     assert bench.has_right_bytes(chunks)
@@ -223,9 +241,10 @@ def test_a_disk_that_is_away_for_a_moment_loses_no_chunk(
     bench.finish_puts()
     bench.engine.clear(["cpu"])
     (tmp_path / "mount").rename(tmp_path / "away")
-    assert bench.promote(chunks) == (0, 0, 8)
+    # Its files are open.
+    assert bench.promote(chunks) == (0, 8, 0)
     (tmp_path / "away").rename(tmp_path / "mount")
-    bench.clock.advance(60)
+    bench.engine.clear(["cpu"])
     assert bench.promote(chunks) == (0, 8, 0)
 
 

@@ -14,6 +14,7 @@ from cacheengine.residency.decisions import Presence
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.helpers import Bench, config, key, payload, wait_until
 from tests.cacheengine.scripted_tier import ScriptedRemote
+from tests.cacheengine.tiers.disk_chunks import bytes_under
 
 SEED = 20_240_229
 TURNS = 10_000
@@ -157,13 +158,6 @@ def _run(bench: Bench, remote: ScriptedRemote) -> None:
     assert sum(worker.checked for worker in workers) > 0
 
 
-def _size_bytes(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except FileNotFoundError:  # cleared: its deletion was still queued when it was listed
-        return 0
-
-
 def _assert_sound_in_the_end(bench: Bench, remote: ScriptedRemote, directory: Path) -> None:
     engine = bench.engine
     engine.check()
@@ -172,9 +166,8 @@ def _assert_sound_in_the_end(bench: Bench, remote: ScriptedRemote, directory: Pa
     assert stats.remote.found > 0
     assert stats.lower_tiers.corrupt == stats.lower_tiers.io_errors == 0
     bench.finish_puts()
-    files = list(directory.rglob("*.kv"))
     limit_bytes = config(directory, disk_items=30).max_local_disk_bytes
-    assert sum(map(_size_bytes, files)) <= limit_bytes
+    assert 0 < bytes_under(directory) <= limit_bytes
     # No slot is lost: when all is cleared and nothing is under way, all are free.
     engine.clear()
     wait_until(lambda: engine.stats().cpu_used_bytes == 0)

@@ -9,31 +9,38 @@ from typing import Any
 import pytest
 
 from cacheengine.settings.engine_config import EngineConfig
+from cacheengine.tiers.disk import DiskTier
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.helpers import Bench, disk_items_gb, keys, tier_stack, wait_until
+from tests.cacheengine.tiers.disk_chunks import held_under
 
 ITEMS = 120
 OLD = keys(*range(ITEMS))
 NEW = keys(*range(1000, 1060))
 
 
+def _path_of(file: Any) -> str:
+    """The path of a file that is given by its path or by a descriptor."""
+    return str(Path(f"/proc/self/fd/{file}").readlink() if isinstance(file, int) else file)
+
+
 class HangingPath:
-    """System calls that name a file below ``root`` do not return between `begin` and `end`."""
+    """System calls on files below ``root`` do not return between `begin` and `end`."""
 
     def __init__(self, root: Path, patch: pytest.MonkeyPatch) -> None:
         self._root = f"{root}/"
         self._answers = threading.Event()
         self._answers.set()
         self.begun = threading.Event()
-        for name in ("open", "replace", "rename", "unlink", "stat", "lstat"):
+        for name in ("open", "replace", "unlink", "stat", "lstat", "preadv", "pwritev"):
             patch.setattr(os, name, self._waiting(getattr(os, name)))
 
     def _waiting(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(path: Any, *args: Any, **options: Any) -> Any:
-            if not self._answers.is_set() and str(path).startswith(self._root):
+        def call(file: Any, *args: Any, **options: Any) -> Any:
+            if not self._answers.is_set() and _path_of(file).startswith(self._root):
                 self.begun.set()
                 self._answers.wait(60)
-            return real(path, *args, **options)
+            return real(file, *args, **options)
 
         return call
 
@@ -76,15 +83,17 @@ def bench(make_bench: MakeBench, roots: list[Path], hanging: HangingPath) -> Ite
     hanging.end()
 
 
-def _on(root: Path, chunks: list[bytes]) -> list[bytes]:
-    names = {file.stem for file in root.rglob("*.kv")}
-    return [chunk for chunk in chunks if chunk.hex() in names]
+def _on(bench: Bench, root: Path, chunks: list[bytes]) -> list[bytes]:
+    tier = tier_stack(bench.engine).local
+    assert isinstance(tier, DiskTier)
+    held = held_under(tier, root)
+    return [chunk for chunk in chunks if chunk in held]
 
 
 def test_chunks_of_the_other_path_are_read(
     bench: Bench, roots: list[Path], hanging: HangingPath
 ) -> None:
-    lost, found = (_on(root, OLD) for root in roots)
+    lost, found = (_on(bench, root, OLD) for root in roots)
     hanging.begin()
     stuck = bench.engine.promote(lost, pin_s=0)
     assert hanging.begun.wait(20)
@@ -107,23 +116,27 @@ def test_chunks_of_the_other_path_are_written_and_evicted(
     bench.store(NEW)
     assert hanging.begun.wait(20)
     tier = tier_stack(bench.engine).local
-    wait_until(lambda: bench.engine.stats().disk.puts == ITEMS + len(_on(roots[1], NEW)) > ITEMS)
-    written = _on(roots[1], NEW)
-    wait_until(lambda: len(_on(roots[1], NEW)) >= len(NEW) // 4)
-    assert _on(roots[0], NEW) == []
+
+    def are_counted() -> bool:
+        return bench.engine.stats().disk.puts == ITEMS + len(_on(bench, roots[1], NEW)) > ITEMS
+
+    wait_until(are_counted)
+    written = _on(bench, roots[1], NEW)
+    wait_until(lambda: len(_on(bench, roots[1], NEW)) >= len(NEW) // 4)
+    assert _on(bench, roots[0], NEW) == []
     bench.engine.clear(["disk"], written[:2])
-    wait_until(lambda: set(_on(roots[1], written)) == set(written[2:]))
+    wait_until(lambda: set(_on(bench, roots[1], written)) == set(written[2:]))
     hanging.end()
     bench.finish_puts()
-    assert sum(len(_on(root, OLD + NEW)) for root in roots) <= ITEMS
-    assert bench.engine.held_in(_on(roots[0], NEW), "disk") > 0
+    assert sum(len(_on(bench, root, OLD + NEW)) for root in roots) <= ITEMS
+    assert bench.engine.held_in(_on(bench, roots[0], NEW), "disk") > 0
     assert tier.capacity_bytes >= ITEMS * tier.item_bytes
 
 
 def test_only_the_chunks_of_the_path_that_hangs_are_not_found(
     bench: Bench, roots: list[Path], hanging: HangingPath
 ) -> None:
-    lost, found = (_on(root, OLD) for root in roots)
+    lost, found = (_on(bench, root, OLD) for root in roots)
     hanging.begin()
     stuck = bench.engine.promote(lost, pin_s=0)
     assert hanging.begun.wait(20)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.tiers import chunk_file
-from cacheengine.tiers.chunk_file import why_not_direct
 from cacheengine.tiers.disk import DiskTier
+from cacheengine.tiers.slot_file import SlotFile, why_not_direct
 from cacheengine.tiers.tier import GetOutcome, PutOutcome
 from tests.cacheengine.helpers import key, keys, payload
+from tests.cacheengine.tiers.disk_chunks import flip, leave_unsaved, place_of
 
 CHUNK_BYTES = 64 * 4096
 
@@ -34,7 +34,7 @@ def tier(tmp_path: Path) -> Iterator[DiskTier]:
 
 @pytest.fixture
 def direct_calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each read and write of a chunk's file, whether it went past the page cache."""
+    """For each read and write of a slot, whether it went past the page cache."""
     values: list[bool] = []
 
     def note(call: Callable[..., int]) -> Callable[..., int]:
@@ -65,7 +65,7 @@ def _get(tier: DiskTier, chunk: bytes, *, misaligned_by: int = 0) -> GetOutcome:
     return outcome
 
 
-def test_files_are_written_and_read_past_the_page_cache_by_one_call_each(
+def test_slots_are_written_and_read_past_the_page_cache_by_one_call_each(
     tier: DiskTier, direct_calls: list[bool]
 ) -> None:
     for chunk in keys(1, 2, 3):
@@ -75,17 +75,20 @@ def test_files_are_written_and_read_past_the_page_cache_by_one_call_each(
     assert direct_calls == [True] * 6
 
 
-def test_a_file_that_is_only_in_the_page_cache_is_read_rightly(
+def test_a_chunk_that_is_only_in_the_page_cache_is_read_rightly(
     tmp_path: Path, tier: DiskTier, direct_calls: list[bool]
 ) -> None:
     """As an engine leaves it that writes by the page cache."""
     tier.close()
     cached = _open(tmp_path, direct=False)
+    cached.scan()
     _put(cached, key(1))
-    cached.close()
+    leave_unsaved(cached)
     tier = _open(tmp_path)
+    assert tier.scan() == keys(1)
     assert _get(tier, key(1)) is GetOutcome.OK
-    assert direct_calls == [False, True]
+    assert direct_calls[0] is False
+    assert {*direct_calls[1:]} == {True}
     tier.close()
 
 
@@ -94,9 +97,7 @@ def test_a_flipped_bit_is_found_in_a_direct_read(
     tier: DiskTier, direct_calls: list[bool], position: int
 ) -> None:
     _put(tier, key(1))
-    content = bytearray(tier.path(key(1)).read_bytes())
-    content[position] ^= 1
-    tier.path(key(1)).write_bytes(content)
+    flip(place_of(tier, key(1)), position % (CHUNK_BYTES + 4096))
     assert _get(tier, key(1)) is GetOutcome.DAMAGED
     assert direct_calls[-1]
 
@@ -196,40 +197,51 @@ def test_a_file_system_that_cannot_is_found_out_at_start(
     assert [file.name for file in tmp_path.rglob(".probe")] == []
 
 
-def test_a_file_gets_its_blocks_before_its_bytes(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    fd = os.open(path, os.O_RDWR | os.O_CREAT)
-    try:
-        if not chunk_file.reserve(fd, 1 << 20):
-            pytest.skip("this file system cannot reserve blocks")
-        assert os.fstat(fd).st_blocks * 512 >= 1 << 20
-        with pytest.raises(OSError, match="large") as caught:
-            chunk_file.reserve(fd, 1 << 62)
-        assert caught.value.errno == errno.EFBIG
-    finally:
-        os.close(fd)
+def test_a_file_gets_its_blocks_before_its_bytes_and_gives_them_back(tmp_path: Path) -> None:
+    file = SlotFile.open(f"{tmp_path}/file", os.O_CREAT)
+    file.reserve(0, 1 << 20)
+    if not _allocated(tmp_path):
+        pytest.skip("this file system cannot reserve blocks")
+    assert _allocated(tmp_path) >= 1 << 20
+    with pytest.raises(OSError, match="large") as caught:
+        file.reserve(0, 1 << 62)
+    assert caught.value.errno == errno.EFBIG
+    file.give_back(0, 1 << 19)
+    assert _allocated(tmp_path) < 1 << 20
+    assert (tmp_path / "file").stat().st_size == 1 << 20
+
+
+def _allocated(directory: Path) -> int:
+    return (directory / "file").stat().st_blocks * 512
 
 
 def test_what_is_no_file_cannot_reserve() -> None:
     read_end, write_end = os.pipe()
-    try:
-        with pytest.raises(OSError, match="seek"):
-            chunk_file.reserve(write_end, 4096)
-        fd = os.open("/dev/null", os.O_WRONLY)
-        assert not chunk_file.reserve(fd, 4096)
-        os.close(fd)
-    finally:
-        os.close(read_end)
-        os.close(write_end)
+    file = SlotFile(write_end)
+    with pytest.raises(OSError, match="seek"):
+        file.reserve(0, 4096)
+    with pytest.raises(OSError, match="seek"):
+        file.give_back(0, 4096)
+    os.close(read_end)
 
 
-def test_a_spare_file_that_the_page_cache_has_is_written_over_rightly(tier: DiskTier) -> None:
+def test_a_slot_that_the_page_cache_has_is_written_over_rightly(tier: DiskTier) -> None:
     _put(tier, key(1))
-    tier.path(key(1)).read_bytes()  # now it is in the page cache
+    place = place_of(tier, key(1))
+    place[0].read_bytes()  # now it is in the page cache
     tier.delete(keys(1))
     _put(tier, key(2))
+    assert place_of(tier, key(2)) == place
     assert _get(tier, key(2)) is GetOutcome.OK
-    assert tier.path(key(2)).read_bytes()[:CHUNK_BYTES] == payload(key(2), CHUNK_BYTES)
+    content = place[0].read_bytes()[place[1] :][:CHUNK_BYTES]
+    assert content == payload(key(2), CHUNK_BYTES)
+
+
+def test_other_threads_stay_past_the_page_cache(tier: DiskTier, direct_calls: list[bool]) -> None:
+    """One call that needs the page cache does not switch the file for all."""
+    _put(tier, key(1), misaligned_by=17)
+    _put(tier, key(2))
+    assert direct_calls == [True, False, True]
 
 
 def test_memory_that_is_not_aligned_is_written_by_the_page_cache(

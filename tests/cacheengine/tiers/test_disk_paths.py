@@ -5,18 +5,30 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from cacheengine.tiers import chunk_file
 from cacheengine.tiers.disk import DiskTier
-from cacheengine.tiers.disk_space import DirectoryInUseError
+from cacheengine.tiers.layout_directory import DirectoryInUseError
+from cacheengine.tiers.slot_file import why_not_direct
 from cacheengine.tiers.tier import GetOutcome, PutOutcome
-from tests.cacheengine.helpers import CHUNK_BYTES, key, keys, payload
-from tests.cacheengine.tiers.disk_chunks import FINGERPRINT, bytes_under, open_disk, put
+from tests.cacheengine.helpers import key, keys
+from tests.cacheengine.tiers.disk_chunks import (
+    FINGERPRINT,
+    ITEM_BYTES,
+    break_disk,
+    bytes_under,
+    fail_below,
+    get_all,
+    held_under,
+    leave_unsaved,
+    open_disk,
+    place_of,
+    put,
+    put_all,
+)
 
 MANY = keys(*range(40))
 
@@ -34,74 +46,38 @@ def tier(roots: list[Path]) -> Iterator[DiskTier]:
     disk.close()
 
 
-def _put_all(tier: DiskTier, chunks: list[bytes]) -> set[PutOutcome]:
-    return set(tier.put_many([(chunk, memoryview(payload(chunk))) for chunk in chunks]))
-
-
-def _get_all(tier: DiskTier, chunks: list[bytes]) -> list[GetOutcome]:
-    buffers = [bytearray(CHUNK_BYTES) for _ in chunks]
-    outcomes = tier.get_many(
-        [(chunk, memoryview(buffer)) for chunk, buffer in zip(chunks, buffers, strict=True)]
-    )
-    for chunk, outcome, buffer in zip(chunks, outcomes, buffers, strict=True):
-        assert outcome is not GetOutcome.OK or buffer == payload(chunk)
-    return outcomes
-
-
-def _files(root: Path) -> list[Path]:
-    return list(root.rglob("*.kv"))
-
-
-def _fail_under(root: Path, number: int, real: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of `os` as it is when a path's disk has gone bad."""
-
-    def fail(path: "os.PathLike[str] | str", *args: object, **options: object) -> Any:
-        if Path(path).is_relative_to(root):
-            raise OSError(number, os.strerror(number), os.fspath(path))
-        return real(path, *args, **options)
-
-    return fail
-
-
 def test_chunks_are_spread_and_found(tier: DiskTier, roots: list[Path]) -> None:
-    assert _put_all(tier, MANY) == {PutOutcome.STORED}
-    shares = [len(_files(root)) for root in roots]
+    assert {*put_all(tier, MANY)} == {PutOutcome.STORED}
+    shares = [len(held_under(tier, root)) for root in roots]
     assert sum(shares) == len(MANY)
     assert min(shares) >= len(MANY) // 4
-    assert all(tier.path(chunk).exists() for chunk in MANY)
-    assert _get_all(tier, MANY) == [GetOutcome.OK] * len(MANY)
+    assert [held_under(tier, roots[tier.path_of(chunk)]) & {chunk} for chunk in MANY] == [
+        {chunk} for chunk in MANY
+    ]
+    assert get_all(tier, MANY) == [GetOutcome.OK] * len(MANY)
     tier.delete(MANY)
-    assert [_files(root) for root in roots] == [[], []]
-    assert set(_get_all(tier, MANY)) == {GetOutcome.MISSING}
-
-
-def test_the_order_of_use_is_kept_over_all_paths(tier: DiskTier, roots: list[Path]) -> None:
-    _put_all(tier, MANY)
-    for age_s, chunk in enumerate(MANY):
-        os.utime(tier.path(chunk), (1000 - age_s, 1000 - age_s))
-    tier.close()
-    again = open_disk(*roots)
-    assert again.scan() == MANY[::-1]
-    again.close()
+    assert [held_under(tier, root) for root in roots] == [set(), set()]
+    assert {*get_all(tier, MANY)} == {GetOutcome.MISSING}
 
 
 def test_paths_may_come_and_go_and_change_places(tier: DiskTier, roots: list[Path]) -> None:
-    _put_all(tier, MANY)
-    in_first = {file.stem for file in _files(roots[0])}
+    put_all(tier, MANY)
+    in_first = held_under(tier, roots[0])
     tier.close()
     turned = open_disk(roots[1], roots[0])
-    assert set(turned.scan()) == set(MANY)
-    assert [turned.path(chunk).exists() for chunk in MANY] == [True] * len(MANY)
+    assert {*turned.scan()} == {*MANY}
+    assert held_under(turned, roots[0]) == in_first
     turned.close()
     more = open_disk(*roots, roots[0].parent / "c")
-    assert set(more.scan()) == set(MANY)
-    assert _get_all(more, MANY) == [GetOutcome.OK] * len(MANY)
-    assert _put_all(more, MANY) == {PutOutcome.STORED}
+    assert {*more.scan()} == {*MANY}
+    assert get_all(more, MANY) == [GetOutcome.OK] * len(MANY)
+    assert {*put_all(more, MANY)} == {PutOutcome.STORED}
     # Now some have moved to the path that came, and are nowhere else.
-    assert sum(len(_files(root)) for root in more.directories) == len(MANY)
+    everywhere = [root.parent for root in more.directories]
+    assert sum(len(held_under(more, root)) for root in everywhere) == len(MANY)
     more.close()
     one = open_disk(roots[0])
-    assert {chunk.hex() for chunk in one.scan()} <= in_first
+    assert {*one.scan()} <= in_first
     one.close()
 
 
@@ -133,11 +109,11 @@ def test_a_path_that_cannot_be_used_at_start_is_left_out(
     number: int,
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(os, call, _fail_under(roots[0], number, getattr(os, call)))
+        patch.setattr(os, call, fail_below(roots[0], number, getattr(os, call)))
         tier = open_disk(*roots)
         assert tier.scan() == []
-        assert _put_all(tier, MANY) == {PutOutcome.STORED}
-        assert _get_all(tier, MANY) == [GetOutcome.OK] * len(MANY)
+        assert {*put_all(tier, MANY)} == {PutOutcome.STORED}
+        assert get_all(tier, MANY) == [GetOutcome.OK] * len(MANY)
         tier.close()
         (warning,) = caplog.messages
         assert str(roots[0]) in warning
@@ -149,65 +125,84 @@ def test_a_path_that_cannot_be_used_at_start_is_left_out(
     again.close()
 
 
-def test_a_subdirectory_that_cannot_be_listed_costs_its_own_chunks(
+def test_a_file_that_cannot_be_opened_costs_its_own_chunks(
     tier: DiskTier,
     roots: list[Path],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    _put_all(tier, MANY)
-    tier.close()
-    broken = [tier.path(chunk).parent for chunk in MANY[:2]]
-    for directory in broken:
-        monkeypatch.setattr(os, "scandir", _fail_under(directory, errno.EIO, os.scandir))
-    again = open_disk(*roots)
-    assert {*again.scan()} == {chunk for chunk in MANY if tier.path(chunk).parent not in broken}
-    again.close()
-    assert len(caplog.messages) <= len(roots)
+    put_all(tier, MANY)
+    lost = held_under(tier, roots[0])
+    leave_unsaved(tier)
+    (file,) = roots[0].rglob("*.kv")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", fail_below(file, errno.EIO, os.open))
+        again = open_disk(*roots)
+        assert {*again.scan()} == {*MANY} - lost
+    # What it takes is counted.
+    assert again.used_bytes >= bytes_under(*roots)
+    assert len(caplog.messages) == 1
     assert os.strerror(errno.EIO) in caplog.text
+    assert {*put_all(again, MANY)} == {PutOutcome.STORED}
+    assert get_all(again, MANY) == [GetOutcome.OK] * len(MANY)
+    again.close()
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EIO])
 def test_a_path_that_fails_costs_its_own_chunks_only(
     tier: DiskTier, roots: list[Path], monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    _put_all(tier, MANY)
-    lost = {bytes.fromhex(file.stem) for file in _files(roots[0])}
+    put_all(tier, MANY)
+    lost = held_under(tier, roots[0])
     with monkeypatch.context() as patch:
-        patch.setattr(os, "open", _fail_under(roots[0], number, os.open))
-        outcomes = dict(zip(MANY, _get_all(tier, MANY), strict=True))
-        assert {chunk for chunk in MANY if outcomes[chunk] is GetOutcome.OK} == set(MANY) - lost
+        break_disk(patch, roots[0], number, "open", "preadv", "pwritev")
+        outcomes = dict(zip(MANY, get_all(tier, MANY), strict=True))
+        assert {chunk for chunk in MANY if outcomes[chunk] is GetOutcome.OK} == {*MANY} - lost
         assert {outcomes[chunk] for chunk in lost} == {GetOutcome.FAILED}
         # What comes now goes to the other path, whatever its key.
         new = keys(*range(100, 120))
-        assert _put_all(tier, new) == {PutOutcome.STORED}
-        assert _get_all(tier, new) == [GetOutcome.OK] * len(new)
-    assert _get_all(tier, MANY + new) == [GetOutcome.OK] * len(MANY + new)
+        assert {*put_all(tier, new)} == {PutOutcome.STORED}
+        assert get_all(tier, new) == [GetOutcome.OK] * len(new)
+    assert get_all(tier, MANY + new) == [GetOutcome.OK] * len(MANY + new)
 
 
 def test_a_path_that_is_full_leaves_the_rest_to_the_other(
     tier: DiskTier, roots: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(os, "open", _fail_under(roots[0], errno.ENOSPC, os.open))
-        assert _put_all(tier, MANY) == {PutOutcome.STORED}
-        assert _files(roots[0]) == []
-        patch.setattr(os, "open", _fail_under(roots[0].parent, errno.ENOSPC, os.open))
+        break_disk(patch, roots[0], errno.ENOSPC, "open", "pwritev")
+        assert {*put_all(tier, MANY)} == {PutOutcome.STORED}
+        assert held_under(tier, roots[0]) == set()
+        break_disk(patch, roots[1], errno.ENOSPC, "open", "pwritev")
         assert put(tier, key(100)) is PutOutcome.NO_SPACE
-    assert _get_all(tier, MANY) == [GetOutcome.OK] * len(MANY)
+    assert get_all(tier, MANY) == [GetOutcome.OK] * len(MANY)
     assert tier.used_bytes == bytes_under(*roots)
+
+
+def test_free_slots_of_one_path_are_used_when_the_other_may_not_grow(tmp_path: Path) -> None:
+    tier = open_disk(tmp_path / "a", tmp_path / "b", chunks=len(MANY))
+    tier.scan()
+    assert {*put_all(tier, MANY)} == {PutOutcome.STORED}
+    mine = held_under(tier, tmp_path / "a")
+    tier.delete(mine)
+    numbers = (key(number) for number in range(1000, 2000))
+    others = [chunk for chunk in numbers if tier.path_of(chunk) == 1][: len(mine)]
+    assert {*put_all(tier, others)} == {PutOutcome.STORED}
+    assert get_all(tier, others) == [GetOutcome.OK] * len(others)
+    assert tier.used_bytes == bytes_under(tmp_path) == len(MANY) * ITEM_BYTES
+    tier.close()
 
 
 def test_a_path_that_is_removed_is_made_again_and_ours_again(
     tier: DiskTier, roots: list[Path]
 ) -> None:
-    _put_all(tier, MANY)
-    lost = len(_files(roots[0]))
+    put_all(tier, MANY)
+    lost = len(held_under(tier, roots[0]))
     shutil.rmtree(roots[0])
-    assert _get_all(tier, MANY).count(GetOutcome.MISSING) == lost
-    assert _put_all(tier, MANY) == {PutOutcome.STORED}
-    assert len(_files(roots[0])) == lost
-    assert _get_all(tier, MANY) == [GetOutcome.OK] * len(MANY)
+    assert get_all(tier, MANY).count(GetOutcome.MISSING) == lost
+    assert {*put_all(tier, MANY)} == {PutOutcome.STORED}
+    assert len(held_under(tier, roots[0])) == lost
+    assert get_all(tier, MANY) == [GetOutcome.OK] * len(MANY)
     with pytest.raises(DirectoryInUseError):
         open_disk(roots[0])
 
@@ -217,7 +212,7 @@ def test_a_path_removed_and_taken_by_another_is_left_to_it(
 ) -> None:
     shutil.rmtree(roots[0])
     thief = open_disk(roots[0])
-    assert _put_all(tier, MANY) == {PutOutcome.STORED}
+    assert {*put_all(tier, MANY)} == {PutOutcome.STORED}
     assert thief.scan() == []
     thief.close()
 
@@ -238,58 +233,55 @@ def ordinary_user() -> Iterator[Path]:
 
 
 def test_permission_that_is_really_lost(ordinary_user: Path) -> None:
+    """Files that are open stay open; new ones cannot be made."""
     roots = [ordinary_user / "a", ordinary_user / "b"]
     tier = open_disk(*roots)
-    _put_all(tier, MANY)
+    tier.scan()
+    (chunk, *_) = (each for each in MANY if tier.path_of(each) == 1)
+    assert put(tier, chunk) is PutOutcome.STORED
     roots[0].chmod(0)
     try:
-        new = keys(*range(100, 120))
-        assert _put_all(tier, new) == {PutOutcome.STORED}
-        assert _get_all(tier, new) == [GetOutcome.OK] * len(new)
-        assert set(_get_all(tier, MANY)) == {GetOutcome.OK, GetOutcome.FAILED}
-        assert tier.used_bytes == len(MANY + new) * tier.item_bytes
-        tier.delete(MANY)
+        assert {*put_all(tier, MANY)} == {PutOutcome.STORED}
+        assert get_all(tier, MANY) == [GetOutcome.OK] * len(MANY)
+        assert held_under(tier, roots[0]) == set()
     finally:
         roots[0].chmod(0o755)
-    # What could not be removed is, little by little, now that it can be.
-    for number in range(200, 240):
-        assert put(tier, key(number)) is PutOutcome.STORED
-    assert {bytes.fromhex(file.stem) for root in roots for file in _files(root)} == {
-        *new,
-        *keys(*range(200, 240)),
-    }
+    assert {*put_all(tier, MANY)} == {PutOutcome.STORED}
+    assert held_under(tier, roots[0]) != set()
     tier.close()
 
 
-def test_a_chunk_in_two_places_is_kept_once(tier: DiskTier, roots: list[Path]) -> None:
+def test_a_chunk_in_two_places_is_kept_once(
+    tier: DiskTier, roots: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It was written elsewhere while its own path was failing, and then that came back."""
-    _put_all(tier, MANY)
-    stale = tier.path(key(1))
-    (other,) = (root for root in roots if not stale.is_relative_to(root))
-    copy = other / stale.relative_to(stale.parent.parent.parent)
-    copy.parent.mkdir(exist_ok=True)
-    shutil.copy(stale, copy)
-    os.utime(stale, (1, 1))
+    put_all(tier, MANY)
+    for path in range(2):
+        tier.save(MANY, path, is_final=True)
     tier.close()
+    other = open_disk(roots[1])
+    other.scan()
+    put_all(other, MANY)
+    leave_unsaved(other)
     again = open_disk(*roots)
     assert sorted(again.scan()) == sorted(MANY)
-    assert copy.exists()
-    assert not stale.exists()
-    assert again.used_bytes == bytes_under(*roots) == len(MANY) * again.item_bytes
+    assert held_under(again, roots[1]) == {*MANY}
+    assert held_under(again, roots[0]) == set()
+    assert get_all(again, MANY) == [GetOutcome.OK] * len(MANY)
     again.close()
+    assert bytes_under(*roots) == len(MANY) * ITEM_BYTES
 
 
 def test_a_chunk_stored_again_elsewhere_is_not_left_behind(
     tier: DiskTier, roots: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(tier, key(1))
+    home = roots[tier.path_of(key(1))]
     with monkeypatch.context() as patch:
-        home = tier.path(key(1))
-        (root,) = (root for root in roots if home.is_relative_to(root))
-        patch.setattr(os, "open", _fail_under(root, errno.EIO, os.open))
+        break_disk(patch, home, errno.EIO, "open", "pwritev")
         assert put(tier, key(1)) is PutOutcome.STORED
-    assert not home.exists()
-    assert sum(len(_files(root)) for root in roots) == 1
+    assert not place_of(tier, key(1))[0].is_relative_to(home)
+    assert held_under(tier, home) == set()
 
 
 # --- others on the machine ---
@@ -307,11 +299,13 @@ def test_files_and_directories_are_its_user_s_alone(roots: list[Path]) -> None:
         directory.mkdir(parents=True)
         assert _mode(directory) == 0o777
         with contextlib.closing(open_disk(*roots)) as tier:
-            _put_all(tier, MANY)
+            put_all(tier, MANY)
             made = [each for root in roots for each in root.rglob("*")]
             assert {_mode(each) for each in made if each.is_dir()} == {0o700}
             assert {_mode(each) for each in made if each.is_file()} == {0o600}
-            assert any(each.suffix == ".kv" for each in made)
+            tier.save(MANY, 0, is_final=True)
+            assert {each.name for each in made} >= {"00.kv", ".lock"}
+            assert _mode(directory / ".index") == 0o600
     finally:
         os.umask(before)
 
@@ -320,22 +314,22 @@ def test_a_link_in_the_place_of_the_probe_is_not_written_through(tmp_path: Path)
     victim = tmp_path / "victim"
     victim.write_text("mine")
     (tmp_path / ".probe").symlink_to(victim)
-    chunk_file.why_not_direct(tmp_path)
+    why_not_direct(tmp_path)
     assert victim.read_text() == "mine"
     assert not (tmp_path / ".probe").is_symlink()
 
 
-def test_links_in_the_place_of_chunks_are_not_followed(roots: list[Path], tmp_path: Path) -> None:
+def test_links_in_the_place_of_files_are_not_followed(roots: list[Path], tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("mine")
     with contextlib.closing(open_disk(roots[0])) as tier:
-        assert _put_all(tier, MANY[:1]) == {PutOutcome.STORED}
-        (file,) = _files(roots[0])
-        whole = tmp_path / "whole"
-        file.rename(whole)
-        file.symlink_to(whole)
-        assert _get_all(tier, MANY[:1]) == [GetOutcome.FAILED]
-    assert whole.exists()
+        tier.scan()
+        for name in ("00.kv", ".index.tmp"):
+            (tier.directories[0] / name).symlink_to(victim)
+        assert {*put_all(tier, MANY[:1])} == {PutOutcome.FAILED}
+        tier.save([], 0, is_final=True)
+    with contextlib.closing(open_disk(roots[0])) as tier:
+        assert tier.scan() == []
     assert victim.read_text() == "mine"
 
 
