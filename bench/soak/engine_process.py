@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -210,6 +210,16 @@ class HangingDisk:
         self.hung = 0
         """Operations that have waited."""
         sys.addaudithook(self._wait)
+        # These raise no audit events: they get a descriptor.
+        os.preadv, os.pwritev = self._waiting(os.preadv), self._waiting(os.pwritev)
+
+    def _waiting(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def waiting(fd: int, *arguments: Any) -> Any:
+            if not self.works.is_set():
+                self._wait("open", (Path(f"/proc/self/fd/{fd}").readlink(),))
+            return call(fd, *arguments)
+
+        return waiting
 
     def _wait(self, event: str, arguments: tuple[Any, ...]) -> None:
         if self.works.is_set() or event not in _FILE_EVENTS:
