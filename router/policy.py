@@ -13,7 +13,7 @@ import hmac
 import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from math import inf, nan
 from typing import Any, Final
@@ -253,19 +253,14 @@ class Policy:
             replicas_take_numbers=self._replica_priorities,
         )
         if has_prompt(method, path):
-            asked = _prompted(
+            return _prompted(
                 *(path, headers, body, session, aliases),
                 salt_key=salt_key,
                 priorities=priorities,
                 rewrites=plane is Plane.PROXY,
                 most_chars=most_chars,
-            )
-            splits = plane is Plane.PROXY or self._gateway_splits
-            outlined = self._makes_outlines and not asked.is_cut
-            return replace(
-                asked,
-                may_split=splits and asked.may_split,
-                outline=Outline.of(asked.fields) if outlined else NO_OUTLINE,
+                splits=plane is Plane.PROXY or self._gateway_splits,
+                makes_outline=self._makes_outlines,
             )
         content_type = headers.get("content-type", "")
         computes = method == "POST" and path in _COMPUTING
@@ -388,6 +383,8 @@ def _prompted(
     priorities: PriorityRules,
     rewrites: bool,
     most_chars: Callable[[str | None], int | None],
+    splits: bool,
+    makes_outline: bool,
 ) -> ParsedRequest:
     long_strings = LongStrings(body)
     read = long_strings.rest
@@ -430,7 +427,8 @@ def _prompted(
         max_wait_s=_max_wait_s(headers.get(MAX_WAIT_HEADER)),
         priority=rated.priority,
         vllm_priority=rated.vllm_number,
-        may_split=may_split(path, fields),
+        may_split=splits and may_split(path, fields),
+        outline=Outline.of(fields) if makes_outline and not long_strings.is_cut else NO_OUTLINE,
     )
 
 

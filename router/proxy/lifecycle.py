@@ -12,7 +12,6 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Final, Protocol
 
@@ -279,7 +278,9 @@ class RequestLifecycle:
         prompt = await self._prompt(asked)
         prompt_keys = PromptKeyCache(prompt)
         await self._locator.look_up(prompt_keys)
-        request = self._to_place(asked, prompt_keys, key=None)
+        request = self._to_place(
+            asked, prompt_keys, key=None, streamed=asked.streamed, may_split=asked.may_split
+        )
         return prompt, self._scheduler.place(request, time.monotonic())
 
     async def admit(
@@ -308,12 +309,14 @@ class RequestLifecycle:
         )
         if self.config.request_log.prompt_hashes and record.prompt_hashes is None:
             record.prompt_hashes = self._hashes(asked, prompt_keys)
-        request = self._to_place(asked, prompt_keys, key=record.key, failed=failed)
-        request = replace(
-            request,
+        request = self._to_place(
+            asked,
+            prompt_keys,
+            key=record.key,
+            failed=failed,
             among=among,
             streamed=asked.streamed and sees_tokens,
-            may_split=may_split and request.may_split,
+            may_split=may_split and asked.may_split,
         )
         admitted = await self._admission.admit(
             request,
@@ -512,7 +515,10 @@ class RequestLifecycle:
         keys: PromptKeyCache,
         *,
         key: str | None,
+        streamed: bool,
+        may_split: bool,
         failed: Sequence[str] = (),
+        among: Collection[str] | None = None,
     ) -> PlacementRequest:
         """Return what the scheduler needs; ``failed`` replicas do not get the request again.
 
@@ -528,11 +534,12 @@ class RequestLifecycle:
             session=asked.session,
             bound_to=bound_to,
             exclude=(*failed, *short),
-            streamed=asked.streamed,
+            among=among,
+            streamed=streamed,
             client=key,
             priority=asked.priority,
             output_tokens=self.fleet.output_lengths.expected(
                 asked.session, key, asked.output_tokens
             ),
-            may_split=asked.may_split and bound_to is None,
+            may_split=may_split and bound_to is None,
         )
