@@ -322,7 +322,6 @@ def of_paths(
         "chunks read from the store": remote["gets"],
         "damaged chunks found on disk": local["corrupt"],
         "damaged chunks found in the store": remote["corrupt"],
-        "reads and writes of the disk that failed": local["io_errors"],
         "operations on a disk that hung": disk["hung"],
         "calls of the store that failed": remote["io_errors"] + remote["unanswered"],
         "chunks copied between engines": transfer["received_chunks"],
