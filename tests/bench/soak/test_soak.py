@@ -56,8 +56,7 @@ def test_a_short_soak_of_engines_with_each_fault_holds(tmp_path: Path) -> None:
         cwd=ROOT,
         timeout=400,
     )
-    # Chance decides whether damaged chunks are read, and whether a full disk is written to. A busy
-    # machine interrupts holds.
+    # Chance decides whether damaged chunks are read. A busy machine interrupts holds.
     allowed = ("damaged chunks found", "a hold takes")
     failed = [each for each in done.stdout.splitlines() if each.startswith("FAILS")]
     assert not [each for each in failed if not any(part in each for part in allowed)], (
