@@ -18,8 +18,8 @@ from bench.proof.compare import (
     Metric,
     best_peer,
     failed,
+    met_both,
     peers,
-    rows,
     time,
     time_ratio,
 )
@@ -151,7 +151,7 @@ def _answers(answered: Sequence[Result]) -> Iterator[Bar]:
     today, split = ANSWERS
     for each in answered:
         others = [name for name in each.case.contenders if is_split(name) or name == today]
-        shares = {name: _met_both(each, name) for name in (*others, split)}
+        shares = {name: met_both(each, name) for name in (*others, split)}
         best = max(others, key=lambda name: fmean(shares[name]))
         less = difference(shares[split], shares[best])
         found = f"{fmean(shares[split]):.3f} against {fmean(shares[best]):.3f} of {best}"
@@ -163,10 +163,6 @@ def _answers(answered: Sequence[Result]) -> Iterator[Bar]:
                 what = f"{each.case.name}: {metric} at most {most:g} of that without"
                 told = "-" if ratio is None else tables.interval(ratio)
                 yield _bar(what, ratio is not None and ratio.value <= most, told)
-
-
-def _met_both(result: Result, contender: str) -> list[float]:
-    return [each.figures.met_both or 0.0 for each in rows(result, contender)]
 
 
 def _find(results: Sequence[Result], place: Place) -> Result | None:

@@ -59,6 +59,11 @@ def rows(result: Result, contender: str) -> list[Row]:
     )
 
 
+def met_both(result: Result, contender: str) -> list[float]:
+    """Return the shares of a contender's requests within both bounds, seed by seed."""
+    return [each.figures.met_both or 0.0 for each in rows(result, contender)]
+
+
 def peers(result: Result) -> list[str]:
     """Return the other routers that took part."""
     return [each for each in result.case.contenders if is_peer(each)]

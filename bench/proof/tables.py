@@ -8,9 +8,10 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Final
 
-from bench.proof.case import BOUNDS, OURS, SHARED_CACHE, Case
+from bench.proof.case import ANSWERS, BOUNDS, OURS, SHARED_CACHE, Case, is_split
 from bench.proof.compare import (
     MEAN,
     P90,
@@ -20,6 +21,7 @@ from bench.proof.compare import (
     earned,
     failed,
     goodput_over_seeds,
+    met_both,
     time,
     time_ratio,
 )
@@ -91,6 +93,7 @@ _SETS: Final = {
     "faults": ("faults",),
     "streaming": ("headline", "streaming"),
     "peers": ("peers",),
+    "answers": ("answers",),
 }
 """Which sets a table is made of."""
 COLUMNS: Final[tuple[tuple[str, Metric], ...]] = (
@@ -130,7 +133,10 @@ def names() -> tuple[str, ...]:
 def provenance(results: Results) -> str:
     """Return a sentence of what the results are and where they were made."""
     sizes = {(len(each.case.seeds), each.case.requests) for each in results}
-    amounts = ", ".join(f"{seeds} seeds of {requests:,}" for seeds, requests in sorted(sizes))
+    amounts = ", ".join(
+        f"{seeds} seed{'s' if seeds > 1 else ''} of {requests:,}"
+        for seeds, requests in sorted(sizes)
+    )
     machines = sorted({str(each.machine.get("cpu")) for each in results})
     commits = sorted({str(each.machine.get("commit")) for each in results})
     return (
@@ -311,6 +317,34 @@ def _peers(results: Results) -> str:
     return markdown(head, _times(results, P90, MEAN))
 
 
+def _answers(results: Results) -> str:
+    """Return a row for each case: what each part of the score adds, and the best fixed split."""
+    today, paired = ANSWERS
+    head = ["p90 of TTFT, p90 of the whole answer, share within both bounds"]
+    head += ["first tokens count", "whole answers count", "and remote prefill", "best fixed split"]
+    lines = []
+    for each in sorted(results, key=lambda each: _answers_place(each.case)):
+        if not {*ANSWERS} < {*each.case.contenders}:
+            continue
+        splits = [name for name in each.case.contenders if is_split(name)]
+        best = max(splits, key=lambda name: fmean(met_both(each, name)))
+        cells = [_whole(each, name) for name in (today, OURS, paired)]
+        workload, load, gbit_s = _answers_place(each.case)
+        line = f"{workload}, {_percent(load)}, {gbit_s:g} Gbit/s"
+        lines.append([line, *cells, f"{_whole(each, best)} ({best})"])
+    return markdown(head, lines)
+
+
+def _answers_place(case: Case) -> tuple[str, float, float]:
+    return case.workload, case.load or 0.0, case.network_gbit_s or 0.0
+
+
+def _whole(result: Result, name: str) -> str:
+    times = [time(result, name, metric) for metric in (P90, "total_p90_s")]
+    seconds = ", ".join(f"{INFINITE if each is None else number(each.value)} s" for each in times)
+    return f"{seconds}, {percent(fmean(met_both(result, name)))}"
+
+
 def _times(results: Results, *figures: Metric) -> list[list[str]]:
     """Return a row for each contender: its figures in one result after the other."""
     return [
@@ -343,6 +377,7 @@ _MAKERS: Final[Mapping[str, Callable[[Results], str]]] = {
     "faults": _faults,
     "streaming": _streaming,
     "peers": _peers,
+    "answers": _answers,
 }
 
 
