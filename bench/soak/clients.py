@@ -48,6 +48,7 @@ _SLOW_PAUSE_S: Final = 0.2
 _HELD_S: Final = 90.0
 _POISON_S: Final = 60.0
 _ENVOY_RETRIED: Final = "retried and the latest reset reason"
+_ENVOY_BROKEN_OFF: Final = "disconnect/reset before headers. reset reason: protocol error"
 _BODY_PIECES: Final = 8
 _BODY_PAUSE_S: Final = 0.4
 _READ_BYTES: Final = 1024
@@ -285,10 +286,14 @@ class Ledger:
     def explains(self, status: int | None, detail: str, from_s: float, to_s: float) -> bool:
         """Whether a fault explains an error (None: a broken connection) instead of an answer.
 
-        After a poison request an error must name the replicas that died, or be Envoy's own.
+        After a poison request an error must name the replicas that died, or be Envoy's own. Envoy
+        has an answer's headers from when comments came, asks no other replica then, and answers 502
+        if it breaks off before the picker has seen them.
         """
         for each in self._during(from_s, to_s):
             if each.kind is ReplicaFault.NO_FILES and status in (None, 503):
+                return True
+            if each.kind is ReplicaFault.COMMENTS and _ENVOY_BROKEN_OFF in detail:
                 return True
             if each.kind is ReplicaFault.POISON and status in (502, 503) and len(each.replicas) > 1:
                 named = [f"{instance_id(replica)}: " in detail for replica in each.replicas]

@@ -127,6 +127,16 @@ def test_two_deaths_by_poison_explain_an_error_that_names_both() -> None:
     assert not ledger.explains(502, refusals("sim2: cut; sim1: cut"), late_s, late_s)
 
 
+def test_an_answer_of_comments_that_breaks_off_inside_envoy_explains_its_502() -> None:
+    ledger, began_s = Ledger(), time.monotonic()
+    told = "502 upstream connect error or disconnect/reset before headers. reset reason: "
+    with ledger.fault(1, ReplicaFault.COMMENTS):
+        assert ledger.explains(502, told + "protocol error", began_s, began_s)
+        assert not ledger.explains(502, told + "connection termination", began_s, began_s)
+    late_s = time.monotonic() + 5.0
+    assert not ledger.explains(502, told + "protocol error", late_s, late_s)
+
+
 def test_a_router_without_files_explains_503_and_a_refused_connection_at_that_time() -> None:
     ledger, began_s = Ledger(), time.monotonic()
     with ledger.fault(None, ReplicaFault.NO_FILES):
