@@ -113,23 +113,21 @@ class LimitState:
     reset_s: float
     """Until the whole limit is available again."""
 
-    def headers(self, unit: str, *, utc_s: float | None = None) -> dict[str, str]:
-        """Return the headers of a limit of ``requests`` or ``tokens``: Anthropic's, else OpenAI's.
-
-        Anthropic's say when the limit is reset, OpenAI's after what time: with ``utc_s``, the time
-        since 1970, they are Anthropic's.
-        """
-        if utc_s is not None:
-            reset = datetime.fromtimestamp(ceil(utc_s + self.reset_s), UTC).isoformat()
-            return {
-                f"anthropic-ratelimit-{unit}-limit": str(self.limit),
-                f"anthropic-ratelimit-{unit}-remaining": str(self.remaining),
-                f"anthropic-ratelimit-{unit}-reset": reset.replace("+00:00", "Z"),
-            }
+    def openai_headers(self, unit: str) -> dict[str, str]:
+        """Return OpenAI's headers of a limit of ``requests`` or ``tokens``."""
         return {
             f"x-ratelimit-limit-{unit}": str(self.limit),
             f"x-ratelimit-remaining-{unit}": str(self.remaining),
             f"x-ratelimit-reset-{unit}": duration(self.reset_s),
+        }
+
+    def anthropic_headers(self, unit: str, utc_s: float) -> dict[str, str]:
+        """Return Anthropic's; ``utc_s`` is the time since 1970, in which they give the reset."""
+        reset = datetime.fromtimestamp(ceil(utc_s + self.reset_s), UTC).isoformat()
+        return {
+            f"anthropic-ratelimit-{unit}-limit": str(self.limit),
+            f"anthropic-ratelimit-{unit}-remaining": str(self.remaining),
+            f"anthropic-ratelimit-{unit}-reset": reset.replace("+00:00", "Z"),
         }
 
     def shown(self) -> dict[str, Any]:
@@ -285,17 +283,21 @@ class Grant:
     def limit_headers(self, now_s: float, *, anthropic: bool = False) -> dict[str, str]:
         """Return the headers of the limits, as OpenAI or as Anthropic names them.
 
-        Of two limits of tokens they show the one with less left.
+        They show the limit of tokens with less left, if there are two.
         """
-        headers: dict[str, str] = {}
-        utc_s = self._utc_clock() if anthropic else None
+        utc_s = self._utc_clock()
+        states: dict[str, LimitState] = {}
         if self._requests is not None:
-            headers |= self._requests.state(now_s).headers("requests", utc_s=utc_s)
-        states = [] if self._tokens is None else [self._tokens.state(now_s)]
+            states["requests"] = self._requests.state(now_s)
+        tokens = [] if self._tokens is None else [self._tokens.state(now_s)]
         if self._budget is not None:
-            states.append(self._budget.state(self._utc_clock()))
-        if states:
-            headers |= min(states, key=lambda each: each.remaining).headers("tokens", utc_s=utc_s)
+            tokens.append(self._budget.state(utc_s))
+        if tokens:
+            states["tokens"] = min(tokens, key=lambda each: each.remaining)
+        headers: dict[str, str] = {}
+        for unit, state in states.items():
+            own = state.anthropic_headers(unit, utc_s) if anthropic else state.openai_headers(unit)
+            headers |= own
         return headers
 
     def shown(self, now_s: float) -> dict[str, Any]:

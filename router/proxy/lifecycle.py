@@ -230,7 +230,7 @@ class RequestLifecycle:
         asked = await off_loop(len(body), parse, plane, method, path, headers, body)
         if record is not None:
             record.model, record.requested_model = asked.model, asked.requested_model
-            record.priority = asked.priority if asked.has_prompt else None
+            record.priority = asked.priority.name.lower() if asked.has_prompt else None
         return asked
 
     async def read(self, asked: ParsedRequest, record: RequestRecord) -> PromptKeyCache:

@@ -321,7 +321,7 @@ class Metrics(Collector):
         if (leg := record.first_leg) is not None:
             self._count("remote_prefills", self._label(leg.replica_id), "done")
             self._time("remote_prefill_seconds", leg.seconds, self._label(leg.replica_id))
-        priority = _NO_PRIORITY if record.priority is None else record.priority.name.lower()
+        priority = record.priority or _NO_PRIORITY
         if record.reason is not None:
             self._count("decisions", record.reason)
         if record.rejected is not None:

@@ -15,7 +15,6 @@ from typing import Final, NamedTuple, Protocol
 from router.fleet.cost_model import Cost
 from router.fleet.decision import Decision
 from router.index.prompt_keys import KvTier
-from router.priority import Priority
 from router.record.prompt_hashes import PromptHashes
 from router.record.uncached import Uncached
 from router.staging.stager import StagingResult
@@ -209,8 +208,8 @@ class RequestRecord:
     """Its place in a trace, if it has one."""
     key: str | None = None
     """The name of the client's key."""
-    priority: Priority | None = None
-    """Its class, by which it waits; None without a prompt that could be parsed."""
+    priority: str | None = None
+    """The name of its class, by which it waits; None without a prompt that could be parsed."""
     started_s: float
     ended_s: float = nan
     read_s: float | None = None

@@ -45,10 +45,7 @@ FIELDS: Final[Mapping[str, tuple[str, _Value]]] = {
         lambda r: _short(r.client),
     ),
     "client_key": ("name of the client's key", lambda r: r.key),
-    "priority": (
-        "its class: `high`, `normal`, `batch`",
-        lambda r: None if r.priority is None else r.priority.name.lower(),
-    ),
+    "priority": ("its class: `high`, `normal`, `batch`", lambda r: r.priority),
     "session": ("hash of the session's name", lambda r: r.session_hash),
     "method": ("of HTTP", lambda r: r.method),
     "path": ("as the client wrote it, without a query", lambda r: _short(r.path)),

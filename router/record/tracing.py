@@ -144,7 +144,7 @@ def _of_request(record: RequestRecord) -> dict[str, _Value | None]:
         **_of_generation(record),
         "warmroute.request_id": record.request_id,
         "warmroute.client_key": record.key,
-        "warmroute.priority": None if record.priority is None else record.priority.name.lower(),
+        "warmroute.priority": record.priority,
         "warmroute.outcome": str(record.outcome),
         "warmroute.replica": record.replica_id,
         "warmroute.reason": record.reason,
