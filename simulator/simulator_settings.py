@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cacheengine.tiers.slot_file import ChunkSeal
+from cacheengine.tiers.slot_file import slot_bytes
 from simulator.model.replica_machine import Rates, Shape
 from simulator.nixl import LEASE_S
 from warmroute_common.fleet_secret import FleetSecret
@@ -79,7 +79,7 @@ class SimulatorSettings:
     @property
     def chunk_file_bytes(self) -> int:
         """What a chunk takes in files, with the page that proves it."""
-        return ChunkSeal("", self.chunk_bytes).slot_bytes
+        return slot_bytes(self.chunk_bytes)
 
     @property
     def max_model_tokens(self) -> int:

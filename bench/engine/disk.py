@@ -19,7 +19,7 @@ from cacheengine.engine.engine import CacheEngine
 from cacheengine.memory import Pool
 from cacheengine.settings.engine_config import EngineConfig
 from cacheengine.tiers.disk import DiskTier
-from cacheengine.tiers.slot_file import SEAL_BYTES
+from cacheengine.tiers.slot_file import slot_bytes
 from cacheengine.tiers.tier import Chunk, PutOutcome
 
 _TIMEOUT_S: Final = 120.0
@@ -52,7 +52,7 @@ class WatchedTier(DiskTier):
     """A disk tier that signals when N chunks were put: polling would take the processor."""
 
     def __init__(self, root: Path, chunk_bytes: int, capacity_chunks: int) -> None:
-        capacity_bytes = capacity_chunks * (chunk_bytes + SEAL_BYTES)
+        capacity_bytes = capacity_chunks * slot_bytes(chunk_bytes)
         super().__init__([root], layout(chunk_bytes).fingerprint(), chunk_bytes, capacity_bytes)
         # Guards _awaited: the puts come from several threads.
         self._counting = threading.Lock()

@@ -38,13 +38,17 @@ _VectoredCall = Callable[[int, Sequence[memoryview], int], int]
 """`os.preadv` or `os.pwritev`."""
 
 
+def slot_bytes(payload_bytes: int) -> int:
+    """Return the size of a chunk in whole pages, with its seal."""
+    return -(-payload_bytes // PAGE_BYTES) * PAGE_BYTES + SEAL_BYTES
+
+
 class ChunkSeal:
     """The seals of one layout."""
 
     def __init__(self, fingerprint: str, payload_bytes: int) -> None:
         self.payload_bytes = payload_bytes
-        self.slot_bytes = -(-payload_bytes // PAGE_BYTES) * PAGE_BYTES + SEAL_BYTES
-        """The size of a chunk in whole pages, with its seal."""
+        self.slot_bytes = slot_bytes(payload_bytes)
         self._fingerprint = fingerprint.encode()
 
     def of(self, key: bytes, payload: memoryview) -> bytes:
