@@ -165,6 +165,12 @@ class Bench:
         finally:
             self.engine.release(chunks)
 
+    def keep_below_only(self, chunks: Sequence[bytes]) -> None:
+        """Store chunks, write them to the lower tiers, and clear CPU RAM."""
+        self.store(chunks)
+        self.finish_puts()
+        self.engine.clear(["cpu"])
+
     def finish_puts(self) -> None:
         """Return when no put is queued or under way."""
         wait_until(lambda: self.engine.stats().put_queue_bytes == 0)

@@ -164,9 +164,7 @@ def test_a_chunk_cleared_just_before_the_end_is_not_in_the_index(
 
 def test_one_flipped_byte_is_a_miss(make_bench: MakeBench, tmp_path: Path) -> None:
     bench = make_bench(8, config(tmp_path))
-    bench.store(keys(1, 2, 3))
-    bench.finish_puts()
-    bench.engine.clear(["cpu"])
+    bench.keep_below_only(keys(1, 2, 3))
     tier = tier_stack(bench.engine).local
     assert isinstance(tier, DiskTier)
     flip(place_of(tier, key(2)), CHUNK_BYTES - 1)
@@ -185,15 +183,11 @@ def test_one_flipped_byte_is_a_miss(make_bench: MakeBench, tmp_path: Path) -> No
 
 def test_a_directory_that_vanishes_is_a_miss(make_bench: MakeBench, tmp_path: Path) -> None:
     bench = make_bench(8, config(tmp_path))
-    bench.store(keys(1))
-    bench.finish_puts()
-    bench.engine.clear(["cpu"])
+    bench.keep_below_only(keys(1))
     shutil.rmtree(tmp_path / layout().fingerprint())
     assert bench.promote(keys(1)) == (0, 0, 1)
     assert bench.engine.stats().lower_tiers.get_misses == 1
-    bench.store(keys(1))
-    bench.finish_puts()
-    bench.engine.clear(["cpu"])
+    bench.keep_below_only(keys(1))
     assert bench.promote(keys(1)) == (0, 1, 0)
 
 
@@ -203,9 +197,7 @@ def test_no_descriptor_left_costs_no_chunk(
     """Files that are open are read. A process without descriptors says nothing about others."""
     chunks = keys(*range(32))
     bench = make_bench(64, config(tmp_path))
-    bench.store(chunks)
-    bench.finish_puts()
-    bench.engine.clear(["cpu"])
+    bench.keep_below_only(chunks)
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", _no_descriptor_left)
         assert bench.promote(chunks) == (0, 32, 0)
@@ -217,9 +209,7 @@ def test_a_disk_that_fails_for_a_moment_loses_no_chunk(
 ) -> None:
     chunks = keys(*range(32))
     bench = make_bench(64, config(tmp_path))
-    bench.store(chunks)
-    bench.finish_puts()
-    bench.engine.clear(["cpu"])
+    bench.keep_below_only(chunks)
     with monkeypatch.context() as patch:
         break_disk(patch, tmp_path, errno.EIO, "preadv")
         assert bench.promote(chunks) == (0, 0, 32)
@@ -237,9 +227,7 @@ def test_a_disk_that_is_away_for_a_moment_loses_no_chunk(
 ) -> None:
     chunks = keys(*range(8))
     bench = make_bench(16, config(tmp_path / "mount"))
-    bench.store(chunks)
-    bench.finish_puts()
-    bench.engine.clear(["cpu"])
+    bench.keep_below_only(chunks)
     (tmp_path / "mount").rename(tmp_path / "away")
     # Its files are open.
     assert bench.promote(chunks) == (0, 8, 0)

@@ -82,7 +82,7 @@ def test_an_index_is_exact_only_once(opened: DiskTier, root: Path, reads: list[i
     leave_unsaved(opened)
     reads.clear()
     again = open_disk(root)
-    # Those that the index does not name were written later; in the order of their slots.
+    # Chunks that the index does not name were written later. They come in the order of their slots.
     assert again.scan() in ([*ORDER[1:], *keys(6, 7)], [*ORDER[1:], *keys(7, 6)])
     assert reads
     assert get_all(again, [*ORDER[1:], *keys(6, 7)]) == [GetOutcome.OK] * 6

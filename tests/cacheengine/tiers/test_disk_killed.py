@@ -174,7 +174,7 @@ def write_for_ever(root: Path, seed: int) -> None:
 
 @pytest.mark.slow
 def test_killed_at_random_moments(tmp_path: Path) -> None:
-    """What was stored is there, with its bytes; what was not is not, or is found out."""
+    """A stored chunk is there with its bytes. A chunk that was cut short is absent or damaged."""
     generator = random.Random(7)
     for seed in range(8):
         arguments = [sys.executable, "-c", _WRITER, os.fspath(tmp_path), str(seed)]

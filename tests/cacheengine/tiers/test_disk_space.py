@@ -35,6 +35,14 @@ def _open(root: Path, fingerprint: str = OURS, *, chunks: int = 4) -> DiskTier:
     return open_disk(root, fingerprint=fingerprint, chunks=chunks)
 
 
+def _leave_theirs(root: Path, chunks: list[bytes]) -> None:
+    """Store chunks of another layout, and end its tier."""
+    theirs = _open(root, THEIRS)
+    theirs.scan()
+    put_all(theirs, chunks)
+    theirs.close()
+
+
 @pytest.fixture
 def tier(tmp_path: Path) -> Iterator[DiskTier]:
     disk = _open(tmp_path)
@@ -201,10 +209,7 @@ def test_a_damaged_chunk_gives_its_space_back(tier: DiskTier, tmp_path: Path) ->
 
 @pytest.mark.usefixtures("small_portions")
 def test_other_models_make_room_as_this_one_grows(tmp_path: Path) -> None:
-    theirs = _open(tmp_path, THEIRS)
-    theirs.scan()
-    put_all(theirs, keys(1, 2, 3, 4))
-    theirs.close()
+    _leave_theirs(tmp_path, keys(1, 2, 3, 4))
     ours = _open(tmp_path)
     assert ours.scan() == []
     for stored, chunk in enumerate(keys(11, 12, 13, 14), start=1):
@@ -217,10 +222,7 @@ def test_other_models_make_room_as_this_one_grows(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("small_portions")
 def test_other_models_get_what_this_one_leaves_of_the_limit(tmp_path: Path) -> None:
     """Else every change of model would leave a full disk behind."""
-    theirs = _open(tmp_path, THEIRS)
-    theirs.scan()
-    put_all(theirs, keys(1, 2, 3, 4))
-    theirs.close()
+    _leave_theirs(tmp_path, keys(1, 2, 3, 4))
     ours = _open(tmp_path, chunks=2)
     assert ours.scan() == []
     assert bytes_under(tmp_path) == 2 * ITEM_BYTES
@@ -233,10 +235,7 @@ def test_other_models_get_what_this_one_leaves_of_the_limit(tmp_path: Path) -> N
 
 
 def test_what_another_process_took_since_is_not_ours_to_count(tmp_path: Path) -> None:
-    theirs = _open(tmp_path, THEIRS)
-    theirs.scan()
-    put_all(theirs, keys(1, 2, 3, 4))
-    theirs.close()
+    _leave_theirs(tmp_path, keys(1, 2, 3, 4))
     ours = _open(tmp_path)
     ours.scan()
     theirs = _open(tmp_path, THEIRS)
@@ -251,10 +250,7 @@ def test_what_another_process_took_since_is_not_ours_to_count(tmp_path: Path) ->
 def test_puts_wait_for_other_models_files_that_cannot_be_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs = _open(tmp_path, THEIRS)
-    theirs.scan()
-    put_all(theirs, keys(1, 2))
-    theirs.close()
+    _leave_theirs(tmp_path, keys(1, 2))
     ours = _open(tmp_path)
     ours.scan()
 
@@ -272,7 +268,7 @@ def test_puts_wait_for_other_models_files_that_cannot_be_removed(
 def test_chunks_of_earlier_versions_are_removed_at_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of the own layout and of others; with one line of log; and nothing that is not ours."""
+    """They go from all layouts, with one line of log. Files that are not ours stay."""
     for fingerprint in (OURS, THEIRS):
         for number in range(50):
             name = key(number).hex()
