@@ -179,6 +179,9 @@ async def _inject_faults(
                 if fault.kind is ReplicaFault.FLAP:
                     await _serves_again(front, replica, ledger)
         await asyncio.sleep(_RECOVERS_S)
+        # On a busy machine it takes longer until replicas that were started again get requests.
+        for each in front.replicas:
+            await _may_serve(front, each)
 
 
 async def _poison(replicas: Sequence[Replica], front: Front, ledger: Ledger) -> None:
@@ -208,12 +211,18 @@ async def _no_files(
 
 async def _serves_again(front: Front, replica: Replica, ledger: Ledger) -> None:
     """Wait until the router may send requests to a replica; note one to which it does not."""
+    if not await _may_serve(front, replica):
+        ledger.put_out.append(replica.instance_id)
+
+
+async def _may_serve(front: Front, replica: Replica) -> bool:
+    """Wait for some time until the router may send requests to a replica; return whether it may."""
     until_s = time.monotonic() + _SERVES_AGAIN_S
     while not await front.serves(replica):
         if time.monotonic() > until_s:
-            ledger.put_out.append(replica.instance_id)
-            return
+            return False
         await asyncio.sleep(_POLL_S)
+    return True
 
 
 async def _clients(settings: RouterSoak, front: Front, ledger: Ledger, until_s: float) -> None:
