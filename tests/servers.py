@@ -204,7 +204,7 @@ class SentinelProcess(ServerProcess):
             "bind 127.0.0.1",
             f"dir {directory}",
             f"sentinel monitor {name} 127.0.0.1 {master.port} 1",
-            f"sentinel down-after-milliseconds {name} 300",
+            f"sentinel down-after-milliseconds {name} 2000",
             f"sentinel failover-timeout {name} 2000",
         ]
         self._file.write_text("\n".join([*lines, ""]))

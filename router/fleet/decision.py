@@ -267,6 +267,8 @@ class Decision:
     prompt_tokens: int
     candidates: tuple[Candidate, ...] = field(default=(), repr=False)
     """All scored candidates, with the picked one."""
+    away: Sequence[Replica] = field(default=(), repr=False)
+    """Replicas that get no requests now and may answer if the picked one fails later."""
     prefetch_keys: tuple[bytes, ...] = field(default=(), repr=False)
     """Whole digests of the matched chunks that lie only on disk or remote, in order."""
     copy: KvCopy | None = None

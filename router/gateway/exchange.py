@@ -156,21 +156,26 @@ class Exchange:
     def _destinations(
         self, decision: Decision, asked: ParsedRequest, prefiller: Replica | None
     ) -> Destinations:
-        """Return the decision's replica and the next best, by their scores."""
+        """Return the decision's replica and the next best, by their scores.
+
+        Last come those that get no requests now: when the picked one fails, they may be up again,
+        and the gateway does not ask for more destinations then.
+        """
         most = self._lifecycle.policy.replicas(asked)
         picked, weights = decision.picked, self._lifecycle.fleet.weights
         api_key = picked.replica.config.api_key
+        ranked = sorted(decision.candidates, key=lambda each: each.score_s(weights))
         others = [
             each
-            for each in decision.candidates
-            if each is not picked and each.replica.config.api_key == api_key
+            for each in (*(candidate.replica for candidate in ranked), *decision.away)
+            if each is not picked.replica and each.config.api_key == api_key
             # The header is the same for all of them.
-            if prefiller is None or each.replica.nixl_role in DECODING_ROLES
-            if each.replica is not prefiller
+            if prefiller is None or each.nixl_role in DECODING_ROLES
+            if each is not prefiller
+            if each.stall is None  # the client would wait for it, instead of being told
             if decision.reason is not Reason.BOUND
         ]
-        others.sort(key=lambda each: each.score_s(weights))
-        found = [self._endpoints.known(each.replica) for each in (picked, *others)]
+        found = [self._endpoints.known(each) for each in (picked.replica, *others)]
         known = [each for each in found if each is not None][:most]
         return Destinations(
             endpoints=tuple(known),

@@ -39,6 +39,7 @@ from warmroute_common.api_errors import NoReplicaError, UnknownModelError
 
 _MAX_VIEWS: Final = 256
 """Views kept: clients choose models' names if replicas do not report theirs; gateways, subsets."""
+_MAY_RETURN: Final = (ReplicaState.UP, ReplicaState.UNKNOWN, ReplicaState.DOWN)
 
 _Asked: TypeAlias = tuple[str | None, frozenset[str], str | None, frozenset[str] | None]
 """A model, excluded replicas, the one that a request is bound to, and those it may go to."""
@@ -70,6 +71,8 @@ class EligibleReplicas:
     """The queues of the ``replicas``, in the same order."""
     ring: Sequence[tuple[int, int]]
     """The hash of each one's id and its position in the order, sorted."""
+    away: Sequence[Replica]
+    """Those that get no requests now and may soon answer again."""
 
     def __len__(self) -> int:
         return len(self.replicas)
@@ -78,8 +81,9 @@ class EligibleReplicas:
         return iter(self.replicas)
 
     @classmethod
-    def of(cls, replicas: Sequence[Replica], draining: Sequence[Replica]) -> "EligibleReplicas":
-        """Return a view of these replicas as they are now."""
+    def of(cls, replicas: Sequence[Replica], others: Sequence[Replica]) -> "EligibleReplicas":
+        """Return a view of these replicas, of all that could answer, as they are now."""
+        draining = [each for each in others if each.is_leaving]
         sources = [*replicas, *draining]
         groups = _key_groups(sources)
         return cls(
@@ -92,6 +96,7 @@ class EligibleReplicas:
             },
             queues=[each.queue for each in replicas],
             ring=sorted((salt_of(each.id), at) for at, each in enumerate(replicas)),
+            away=[each for each in others if each.state in _MAY_RETURN],
         )
 
 
@@ -156,8 +161,9 @@ class ReplicaFilter:
         for state in (ReplicaState.UP, ReplicaState.UNKNOWN):
             if in_state := [each for each in left if each.state is state]:
                 eligible = [each for each in in_state if not each.is_held_off] or in_state
-                draining = [each for each in left if each.is_leaving]
-                return EligibleReplicas.of(eligible, draining)
+                taken = set(eligible)
+                others = [each for each in left if each not in taken]
+                return EligibleReplicas.of(eligible, others)
         raise NoReplicaError(_why_none(serving, tried, bound_to))
 
 
@@ -436,6 +442,7 @@ class RequestScheduler:
             reason=reason,
             prompt_tokens=keys.prompt_tokens,
             candidates=candidates,
+            away=eligible.away,
             prefetch_keys=picked.slow_keys() if prefetches else (),
             copy=_copy(picked),
             home=context.home,

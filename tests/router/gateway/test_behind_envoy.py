@@ -18,6 +18,7 @@ from cacheengine.launch.vllm_launch import free_ports
 from router.app import create_app
 from router.config.settings import AdmissionConfig, BreakerConfig, RatesConfig, ReplicaConfig
 from router.fleet.breaker import Circuit
+from router.fleet.replica import ReplicaState, Stall
 from router.gateway import messages
 from router.gateway.envoy_config import SUBSET, merge
 from router.policy import Policy
@@ -293,6 +294,33 @@ async def test_a_replica_that_refuses_is_made_good_by_the_next(
     ]
     assert (record.replica_id, picker.in_flight()) == ("two", 0)
     assert record.streamed is False, "when Envoy asked the second is not known: it teaches nothing"
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_replica_that_was_down_when_the_first_was_picked_answers_after_it(
+    gateway: Gateway, client: aiohttp.ClientSession, eventually: Wait, *, hangs: bool
+) -> None:
+    """But not one that hangs."""
+    gateway.two.healthy, gateway.two.silent = False, hangs
+    picker, _ = await gateway.both(policy="ttft")
+    two = picker.parts.fleet.replicas["two"]
+    await eventually(lambda: two.stall is Stall.SILENT if hangs else bool(two.why_down))
+    gate = asyncio.Event()
+
+    async def breaks_off_later(request: web.Request) -> web.StreamResponse:
+        await gate.wait()
+        return await cut_before_headers(request)
+
+    gateway.one.will(breaks_off_later)
+    asking = asyncio.create_task(post(client, picker))
+    await gateway.one.arrived.wait()
+    gateway.two.healthy = True
+    await eventually(lambda: hangs or two.state is ReplicaState.UP)
+    gate.set()
+    assert await asking == (503 if hangs else 200)
+    assert len(gateway.two.seen) == (0 if hangs else 1)
+    record = await picker.record()
+    assert (record.replica_id, picker.in_flight()) == ("one" if hangs else "two", 0)
 
 
 async def test_a_request_is_tried_no_more_often_than_there_are_destinations(
