@@ -130,9 +130,8 @@ class OurRouter:
         self._agents = {
             url: ModelAgent(each, by_agent, self.network) for url, each in by_agent.items()
         }
-        self._admission = AdmissionController(
-            AdmissionQueue(RequestScheduler(self.fleet)), self._loop.time
-        )
+        self._scheduler = RequestScheduler(self.fleet)
+        self._admission = AdmissionController(AdmissionQueue(self._scheduler), self._loop.time)
         self._stager = Stager(self._config, self.fleet, self._agents.__getitem__, self._loop.time)
         self._copies = settings.copies
         self._measures = settings.measures
@@ -205,6 +204,10 @@ class OurRouter:
             sent.record.predicted_ttft_s = decision.predicted_ttft_s
             lent = await self._prefill(ticket, sent)
             if lent is not None:
+                decision, ticket = self._scheduler.second_leg(
+                    request, decision, ticket, self._loop.time()
+                )
+                replica = self._replicas[ticket.replica.slot]
                 ticket.pulls(self._loop.time())
             serving = replica.submit(sent.prompt, sent.output_tokens, first_token, pulls_from=lent)
             await serving.done

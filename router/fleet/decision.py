@@ -329,14 +329,10 @@ class Decision:
         if prefiller is None:
             return None
         replica = prefiller.replica
-        alike = (replica.key_shape, replica.adapters) == (
-            picked.replica.key_shape,
-            picked.replica.adapters,
-        )
         return Decision(
             picked=Candidate(
                 replica=replica,
-                keys=picked.keys if alike else PromptKeys(),
+                keys=picked.keys if replica.has_keys_of(picked.replica) else PromptKeys(),
                 matched_tokens={},
                 work=prefiller.work,
                 cost=prefiller.cost,

@@ -462,6 +462,10 @@ class Replica:
         """Whether a request for a model may go there; yes if its models are not known."""
         return model is None or self.models is None or model in self.models
 
+    def has_keys_of(self, other: "Replica") -> bool:
+        """Whether both make equal keys of one prompt."""
+        return self.key_shape == other.key_shape and self.adapters == other.adapters
+
     def __repr__(self) -> str:
         return (
             f"<Replica {self.id} {self.state} waiting={self.waiting} decoding={self.decoding} "

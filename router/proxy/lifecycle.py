@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Final, Protocol
 
@@ -304,16 +305,13 @@ class RequestLifecycle:
         Await nothing between this call and the ``try`` that releases the ticket.
         """
         asked_s = time.monotonic()
-        failed = tuple(
-            each.replica_id for each in record.failed_tries[forgiven:] if each.cause not in _OF_LEGS
-        )
         if self.config.request_log.prompt_hashes and record.prompt_hashes is None:
             record.prompt_hashes = self._hashes(asked, prompt_keys)
         request = self._to_place(
             asked,
             prompt_keys,
             key=record.key,
-            failed=failed,
+            failed=_failed(record, forgiven),
             among=among,
             streamed=asked.streamed and sees_tokens,
             may_split=may_split and asked.may_split,
@@ -364,6 +362,32 @@ class RequestLifecycle:
         record.step("stage", began_s)
         if ticket.first_leg is None and (decision.is_staged or record.prepared.waited_s > 0):
             ticket.sent(time.monotonic(), is_staged=record.prepared.is_staged)
+
+    def second_leg(
+        self,
+        admitted: Admitted,
+        asked: ParsedRequest,
+        prompt_keys: PromptKeyCache,
+        record: RequestRecord,
+    ) -> Admitted:
+        """Return where a request is answered whose first leg has ended; its ticket is the one to
+        release from now on."""
+        former = admitted.ticket
+        request = self._to_place(
+            asked,
+            prompt_keys,
+            key=record.key,
+            failed=_failed(record),
+            streamed=admitted.decision.streamed,
+            may_split=False,
+        )
+        decision, ticket = self._scheduler.second_leg(
+            request, admitted.decision, former, time.monotonic()
+        )
+        if ticket is not former:
+            self._admission.wake()
+            record.moved(decision)
+        return replace(admitted, decision=decision, ticket=ticket)
 
     # The answer
 
@@ -466,7 +490,7 @@ class RequestLifecycle:
             self._owners.bind(usage.stored_id, record.replica_id)
 
     def release(self, ticket: Ticket, *, ok: bool = False, usage: Usage = NO_USAGE) -> None:
-        """Give back a ticket. The only place that does, however the request ended."""
+        """Give back a ticket, however the request ended. Only `second_leg` does it too."""
         ticket.finish(
             time.monotonic(),
             ok=ok,
@@ -543,3 +567,9 @@ class RequestLifecycle:
             ),
             may_split=may_split and bound_to is None,
         )
+
+
+def _failed(record: RequestRecord, forgiven: int = 0) -> tuple[str, ...]:
+    """Return the replicas that do not get the request again, but for the first ``forgiven``."""
+    tries = record.failed_tries[forgiven:]
+    return tuple(each.replica_id for each in tries if each.cause not in _OF_LEGS)

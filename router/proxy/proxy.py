@@ -411,6 +411,8 @@ class Proxy:
         decision, ticket = admitted.decision, admitted.ticket
         try:
             await self._lifecycle.prepare(admitted, record)
+            admitted = await prefill.first_leg(admitted, prompt_keys)
+            decision, ticket = admitted.decision, admitted.ticket
             body = await prefill.body(ticket)
             with self._wait(asked, ticket.replica, record) as wait:
                 answer = await self._upstream.send(

@@ -25,6 +25,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from router.config.settings import DECODING_ROLES
 from router.fleet.in_flight import Ticket
 from router.fleet.replica import Replica
+from router.index.prompt_keys import PromptKeyCache
 from router.policy import ParsedRequest
 from router.prompt.request_body import BodyBytes, off_loop, prefill_body, with_new_member
 from router.proxy.first_byte_waits import FirstByteWaits
@@ -38,6 +39,7 @@ from router.proxy.upstream import (
     forwarded_headers,
 )
 from router.record.records import Cause, FirstLeg
+from router.scheduling.admission import Admitted
 
 log = logging.getLogger("warmroute.replicas")
 
@@ -104,25 +106,30 @@ class RemotePrefill:
         """Whether the next try may have a first leg."""
         return self._asked.may_split and self._failed < _MOST_FAILED
 
-    async def body(self, ticket: Ticket) -> BodyBytes:
-        """Return the body for a ticket's replica; run the first leg before, if there is one.
+    async def first_leg(self, admitted: Admitted, prompt_keys: PromptKeyCache) -> Admitted:
+        """Run the first leg, if there is one; return where the request goes then.
 
-        Raises `PrefillFailedError`. The ticket owns the first leg's: releasing it releases both.
+        Its ticket is to be released from then on: await nothing before the ``try`` that does it.
+        Raises `PrefillFailedError`; then that is the given one, which owns the first leg's.
         """
-        asked, record, leg = self._asked, self._client.record, ticket.first_leg
-        record.first_leg = None  # of an earlier try
+        ticket, leg = admitted.ticket, admitted.ticket.first_leg
+        if leg is None:
+            return admitted
+        if self._still_lent(ticket.replica) or not self._is_pair(leg.replica, ticket.replica):
+            self._lifecycle.release(leg)
+            return admitted
+        self._lent = await self._prefill(leg)
+        return self._lifecycle.second_leg(admitted, self._asked, prompt_keys, self._client.record)
+
+    async def body(self, ticket: Ticket) -> BodyBytes:
+        """Return the body for a ticket's replica, after the `first_leg`."""
+        asked, record = self._asked, self._client.record
         lent = self._still_lent(ticket.replica)
-        if leg is not None:
-            if lent is None and self._is_pair(leg.replica, ticket.replica):
-                self._lent = await self._prefill(leg)
-                lent = self._still_lent(ticket.replica)
-            else:
-                self._lifecycle.release(leg)
+        record.first_leg = None if lent is None else lent.leg
         if lent is None:
-            if leg is not None:
+            if ticket.first_leg is not None:
                 ticket.sent(time.monotonic())
             return asked.body
-        self._lent, record.first_leg = lent, lent.leg
         ticket.pulls(time.monotonic())
         return await off_loop(
             len(asked.body), with_new_member, asked.body, "kv_transfer_params", lent.params
@@ -141,12 +148,18 @@ class RemotePrefill:
         return Cause.PULL
 
     def _still_lent(self, replica: Replica) -> _Lent | None:
-        """Return KV that an earlier try has left, if a replica can pull it."""
-        lent, self._lent = self._lent, None
-        if lent is None or time.monotonic() - lent.since_s > _LEASE_S:
+        """Return the KV that this try or an earlier one left, if a replica can pull it.
+
+        If not, it is forgotten.
+        """
+        lent = self._lent
+        if lent is None:
             return None
-        can_pull = replica.nixl_role in DECODING_ROLES
-        return lent if can_pull and self._is_pair(lent.prefiller, replica) else None
+        in_time = time.monotonic() - lent.since_s <= _LEASE_S
+        can_pull = replica.nixl_role in DECODING_ROLES and self._is_pair(lent.prefiller, replica)
+        if not (in_time and can_pull):
+            self._lent = None
+        return self._lent
 
     def _is_pair(self, prefiller: Replica, replica: Replica) -> bool:
         """Whether one can use the other's KV: with a LoRA adapter, if both load the same."""

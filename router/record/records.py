@@ -273,6 +273,10 @@ class RequestRecord:
         self.predicted_ttft_s = decision.predicted_ttft_s
         self.cost = decision.picked.cost
 
+    def moved(self, decision: Decision) -> None:
+        """Note that the second leg goes to another replica than was decided at first."""
+        self.replica_id, self.matched_tokens = decision.replica_id, decision.matched_tokens
+
     def step(self, name: str, began_s: float) -> None:
         """Note that a step has ended now."""
         self.steps.append(RequestStep(name, began_s, time.monotonic()))

@@ -8,7 +8,7 @@ prompt each of them holds (`PrefixMatches`), predicts the cost of each (`Scorer`
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import nsmallest
 from itertools import chain, islice
 from math import inf
@@ -21,6 +21,7 @@ from router.config.settings import DECODING_ROLES, PREFILLING_ROLES, PolicyName
 from router.fleet.cost_model import CostPart, Work
 from router.fleet.decision import Candidate, Decision, KvCopy, Reason
 from router.fleet.fleet import Fleet
+from router.fleet.in_flight import Ticket
 from router.fleet.replica import Replica, ReplicaState
 from router.fleet.replica_queue import ReplicaQueue
 from router.index.holders import Depth, slots
@@ -345,6 +346,8 @@ class PlacementRequest:
     """Expected length of the answer; None: nothing is known of it."""
     may_split: bool = False
     """Whether another replica may prefill the prompt."""
+    lender: Replica | None = None
+    """The replica that has prefilled the prompt: another one pulls the KV and answers."""
 
 
 class RequestScheduler:
@@ -362,7 +365,8 @@ class RequestScheduler:
         """Return where a request should go.
 
         ``reserved`` is the work of requests that wait in the router and go before this one. Raises
-        `UnknownModelError`, or `NoReplicaError` if no replica of the model takes requests.
+        `UnknownModelError`, or `NoReplicaError` if no replica of the model takes requests, or none
+        can pull the lender's KV.
         """
         began_s = self._stopwatch()
         fleet, keys = self.fleet, request.keys
@@ -405,6 +409,15 @@ class RequestScheduler:
         candidates = tuple(
             scorer.best(each, matches.keys(each), matches.depth(each).gpu_blocks) for each in scored
         )
+        if (lender := request.lender) is not None:
+            candidates = tuple(
+                scorer.pulling(each)
+                for each in candidates
+                if each.replica is not lender and each.replica.nixl_role in DECODING_ROLES
+                if each.replica.has_keys_of(lender)
+            )
+            if not candidates:
+                raise NoReplicaError(f"no replica can pull the KV of {lender.id}")
         at_home = next((each for each in candidates if each.replica is home), None)
         home_work_s = inf if at_home is None else at_home.work_s
         for each in candidates:
@@ -450,6 +463,27 @@ class RequestScheduler:
             streamed=request.streamed,
             made_in_s=self._stopwatch() - began_s,
         )
+
+    def second_leg(
+        self, request: PlacementRequest, decision: Decision, ticket: Ticket, now_s: float
+    ) -> tuple[Decision, Ticket]:
+        """Return where a request is answered whose prompt another replica has just prefilled.
+
+        That is decided again: while the prompt was computed, others came to the replica that was
+        chosen, and vLLM admits no request while it computes another one's prompt. If another one
+        is better by now, ``ticket`` is finished, and the request is in flight there.
+        """
+        assert ticket.first_leg is not None
+        lender = ticket.first_leg.replica
+        again = replace(request, lender=lender, may_split=False, begin_by_s=inf)
+        try:
+            moved = self.place(again, now_s)
+        except (NoReplicaError, UnknownModelError):
+            return decision, ticket
+        if moved.picked.replica is ticket.replica:
+            return decision, ticket
+        ticket.finish(now_s, ok=False)
+        return moved, self.fleet.start(moved, now_s)
 
 
 def _split(

@@ -126,13 +126,29 @@ class Scorer:
         replica, there = own.replica, first.replica
         if there is replica or first.keys is not own.keys:
             return None  # other keys: another model or adapter
+        pulling = self.pulling(own, prefilled_s=first.ttft_s)
+        return replace(
+            pulling,
+            prefiller=Prefiller(
+                replica=there,
+                work=first.work,
+                cost=first.cost,
+                pull_bytes=pulling.work.pull_bytes,
+                waiting=first.waiting,
+                second_legs_s=first.second_legs_s,
+            ),
+        )
+
+    def pulling(self, own: Candidate, *, prefilled_s: float = 0.0) -> Candidate:
+        """Return the candidate that pulls the prompt's KV once another replica has computed it."""
+        replica = own.replica
         gpu_tokens = own.matched_tokens.get(KvTier.GPU, 0)
         kv = replace(own.kv, tokens=own.kv.tokens + replica.incoming_tokens)
         work = Work(
             new_tokens=1,
             matched_tokens=self._prompt_tokens - 1,
             pull_bytes=max(0, self._prompt_tokens - gpu_tokens) * replica.kv_bytes_per_token,
-            prefilled_s=first.ttft_s,
+            prefilled_s=prefilled_s,
             queue_s=replica.queue.wait_s(self._now_s, kv) + self._reserved.work_s(replica.slot),
             decoding=own.work.decoding,
             context_tokens=own.work.context_tokens,
@@ -145,14 +161,6 @@ class Scorer:
             cost=replica.rates.cost(work),
             prefetch_gain_s=0.0,
             source=None,
-            prefiller=Prefiller(
-                replica=there,
-                work=first.work,
-                cost=first.cost,
-                pull_bytes=work.pull_bytes,
-                waiting=first.waiting,
-                second_legs_s=first.second_legs_s,
-            ),
         )
 
     def _may_copy_to(self, replica: Replica, keys: PromptKeys) -> bool:

@@ -142,9 +142,9 @@ async def test_a_replica_that_does_not_tell_delays_nothing_for_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Requests are answered all the same, and matched by text."""
-    limit_questions(monkeypatch, 0.1)
     rendering.serve(fleet.one, fleet.two)
     router = await fleet.router()
+    limit_questions(monkeypatch, 0.1)
     rendering.hangs = True
     for _ in range(6):
         assert await send(client, router) == 200

@@ -26,13 +26,23 @@ Choose = Callable[[Decision, RouterFleet], Replica | None]
 
 
 def prefilling_at(
-    monkeypatch: pytest.MonkeyPatch, choose: Choose, decoder: Callable[[], str] | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    choose: Choose,
+    decoder: Callable[[], str] | None = None,
+    moves_to: str | None = None,
 ) -> None:
     """Let each decision have the prefiller that ``choose`` names, as the scheduler would.
 
-    ``decoder`` names the replica that all requests go to, if it is given.
+    ``decoder`` names the replica that all requests go to, if it is given, and ``moves_to`` the one
+    that is better when the first leg has ended.
     """
     place = RequestScheduler.place
+    if moves_to is None:
+        monkeypatch.setattr(
+            RequestScheduler,
+            "second_leg",
+            lambda _, request, decision, ticket, now_s: (decision, ticket),
+        )
 
     def places(
         scheduler: RequestScheduler,
@@ -40,7 +50,9 @@ def prefilling_at(
         now_s: float,
         reserved: ReservedWork | None = None,
     ) -> Decision:
-        if decoder is not None and decoder() not in request.exclude:
+        if request.lender is not None and moves_to is not None:
+            request = replace(request, among=[moves_to])
+        elif decoder is not None and decoder() not in request.exclude:
             request = replace(request, among=[decoder()])
         alone = replace(request, may_split=False)
         decision = place(scheduler, alone, now_s, reserved)

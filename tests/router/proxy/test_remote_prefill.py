@@ -41,7 +41,7 @@ async def lend(request: web.Request) -> web.StreamResponse:
 
 @asynccontextmanager
 async def three(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, moves_to: str | None = None
 ) -> AsyncIterator[tuple[Running, Scripted]]:
     """A router in front of three replicas, of which ``two`` prefills for ``one`` and ``three``."""
     async with scripted() as third:
@@ -59,6 +59,7 @@ async def three(
             lambda decision, replicas: (
                 replicas.replicas["two"] if replicas.replicas["two"].nixl_role else None
             ),
+            moves_to=moves_to,
         )
         yield router, third
 
@@ -159,6 +160,22 @@ async def test_both_legs_are_in_flight_while_they_run(
         async with await answer as response:
             await response.read()
         await router.record()
+        check_ended(router)
+
+
+async def test_the_answer_comes_from_the_replica_that_is_best_when_the_prompt_is_computed(
+    fleet: Fleet, client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with three(fleet, monkeypatch, moves_to="three") as (router, third):
+        async with client.post(router.url + CHAT, json=ASK) as response:
+            assert await response.json() == CHAT_ANSWER
+            assert response.headers["x-warmroute-replica"] == "three"
+            assert response.headers["x-warmroute-prefiller"] == "two"
+        assert body_of(third)["kv_transfer_params"] == PARAMS and not fleet.one.seen
+        record = await router.record()
+        assert [each.replica_id for each in record.tries] == ["two", "three"]
+        assert (record.replica_id, record.cached_tokens, record.failed_tries) == ("three", 8, [])
+        assert router.parts.fleet.replicas["one"].started == 1, "it was chosen at first"
         check_ended(router)
 
 
@@ -446,7 +463,7 @@ async def test_a_pull_that_fails_is_answered_locally_by_the_same_replica_too(
 # --- the client leaves
 
 
-@pytest.mark.parametrize("leg", ["first", "second"])
+@pytest.mark.parametrize("leg", ["first", "second", "moved"])
 async def test_a_client_that_leaves_ends_the_leg_that_runs(
     fleet: Fleet, client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, leg: str
 ) -> None:
@@ -454,8 +471,9 @@ async def test_a_client_that_leaves_ends_the_leg_that_runs(
         await asyncio.Event().wait()
         raise AssertionError
 
-    async with three(fleet, monkeypatch) as (router, _):
-        asked = fleet.two if leg == "first" else fleet.one
+    moves_to = "three" if leg == "moved" else None
+    async with three(fleet, monkeypatch, moves_to=moves_to) as (router, third):
+        asked = {"first": fleet.two, "second": fleet.one, "moved": third}[leg]
         asked.will(hang)
         answer = asyncio.create_task(client.post(router.url + CHAT, json=ASK))
         await asked.arrived.wait()
@@ -463,7 +481,7 @@ async def test_a_client_that_leaves_ends_the_leg_that_runs(
         await asked.aborted.wait()
         record = await router.record()
         assert record.outcome is Outcome.CLIENT_GONE
-        assert len(fleet.one.seen) == (0 if leg == "first" else 1)
+        assert len(fleet.one.seen) == (1 if leg == "second" else 0)
         check_ended(router)
 
 

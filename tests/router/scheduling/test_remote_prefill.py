@@ -12,7 +12,7 @@ from router.config.settings import PolicyName, RatesConfig
 from router.fleet.cost_model import CostPart
 from router.fleet.decision import Candidate, Decision
 from router.fleet.fleet import Fleet
-from router.fleet.in_flight import Phase
+from router.fleet.in_flight import Phase, Ticket
 from router.index.prompt_keys import KvTier, PromptKeyCache
 from router.scheduling.admission import AdmissionQueue, Admitted
 from router.scheduling.request_scheduler import PlacementRequest, RequestScheduler
@@ -134,6 +134,53 @@ def test_a_pair_begins_when_its_prefiller_does() -> None:
     request = PlacementRequest(keys=PromptKeyCache(LONG), may_split=True, output_tokens=500)
     with pytest.raises(RateLimitedError, match="begin with the request within"):
         queue.arrive(request, 0.0, max_wait_s=2.5)
+
+
+def second_leg(fleet: Fleet, decision: Decision) -> tuple[Decision, Ticket, Ticket]:
+    """Return where a pair's second leg goes when the first has ended, its ticket and the former."""
+    request = PlacementRequest(keys=PromptKeyCache(LONG), may_split=True, output_tokens=500)
+    former = fleet.start(decision, 0.0)
+    assert former.first_leg is not None
+    former.first_leg.first_byte(1.0)
+    former.first_leg.finish(1.0, ok=True)
+    decision, ticket = RequestScheduler(fleet).second_leg(request, decision, former, 1.0)
+    return decision, ticket, former
+
+
+def test_the_second_leg_goes_where_it_begins_first_when_the_prompt_has_been_computed() -> None:
+    """Meanwhile r1, which was chosen to decode, got a long prompt of its own."""
+    fleet = make_fleet(3, roles={"r2": "decode"})
+    fleet.replicas["r2"].decoding = 40
+    decision = split(fleet)
+    assert pair(decision) == ("r0", "r1")
+    fleet.replicas["r1"].queue.join(9.0, 0.5)
+    moved, ticket, former = second_leg(fleet, decision)
+    assert (pair(moved), ticket.replica.id) == (("r2", "r2"), "r2")
+    assert moved.picked.prefiller is None and moved.picked.work.pull_bytes == 6400 * 1000
+    assert former.phase is Phase.ENDED
+    assert [each.waiting for each in fleet.replicas.values()] == [0, 0, 1]
+    ticket.finish(2.0, ok=True)
+    assert not any(each.waiting or each.second_legs for each in fleet.replicas.values())
+
+
+@pytest.mark.parametrize("change", ["nothing", "prefills only", "other keys", "down", "all down"])
+def test_a_second_leg_stays_where_no_other_replica_can_pull(change: str) -> None:
+    fleet = make_fleet(3, roles={"r2": "prefill" if change == "prefills only" else "decode"})
+    other = fleet.replicas["r2"]
+    other.decoding = 40
+    decision = split(fleet)
+    if change != "nothing":
+        fleet.replicas["r1"].queue.join(9.0, 0.5)
+    if change == "other keys":
+        assert other.shape is not None
+        other.shape = replace(other.shape, block_tokens=32)
+        fleet.replicas.changed()
+    if change in ("down", "all down"):
+        fleet.down("r2")
+    if change == "all down":
+        fleet.down("r1")
+    stayed, ticket, former = second_leg(fleet, decision)
+    assert stayed is decision and ticket is former and ticket.phase is not Phase.ENDED
 
 
 def test_nothing_is_staged_for_a_first_leg() -> None:
