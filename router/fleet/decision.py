@@ -155,10 +155,14 @@ class Candidate:
         """Return the expected seconds from the first token to the last one.
 
         Prefills take their share of the replica's time. This one counts as those do that came
-        before it: where it is computed, more like it follow.
+        before it: where it is computed, more like it follow. Not where another replica may prefill
+        the prompt: answers after long prompts would seem to take up to twice as long as they do,
+        and such prompts, whose KV takes longest to pull, would go to two replicas for nothing.
         """
-        busy_share = self.own_share + self.cost.busy_s / weights.recent_s
-        share = min(weights.most_prefill_share, busy_share)
+        share = self.own_share
+        if not self.pairs_up:
+            share += self.cost.busy_s / weights.recent_s
+        share = min(weights.most_prefill_share, share)
         work = self.work
         longer = 1.0 + (work.context_tokens + work.prompt_tokens) / weights.doubling_tokens
         return self._alone_s * longer / (1.0 - share)

@@ -142,6 +142,10 @@ def test_an_answer_is_slow_where_prefills_take_the_time() -> None:
     assert pick("ttft", [busy, idle], QUESTION)[0] is idle
     busy.own_share = 0.1
     assert pick("ttft", [busy, idle], QUESTION)[0] is busy
+    busy.own_share = 0.5
+    assert busy.decode_s(DEFAULT_WEIGHTS) == pytest.approx(8.0 / (0.5 - 1.0 / 30.0), rel=1e-4)
+    busy.pairs_up = True
+    assert busy.decode_s(DEFAULT_WEIGHTS) == pytest.approx(8.0 / 0.5, rel=1e-4)
     busy.own_share = 30.0
     assert busy.decode_s(DEFAULT_WEIGHTS) == pytest.approx(80.0, rel=1e-4), "a burst passes"
 

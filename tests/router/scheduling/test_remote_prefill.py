@@ -316,6 +316,7 @@ def test_a_request_waits_for_the_replica_that_will_compute_it() -> None:
     assert isinstance(waiting, WaitingRequest)
     assert waiting.replica is fleet.replicas["r0"]
     assert waiting.service_s == pytest.approx(6.4, rel=0.2)
+    fleet.replicas["r0"].recent.note(0.5 * fleet.weights.recent_s, 17.0)
     ((_, end),) = queue.dispatch(17.0)
     assert isinstance(end, Admitted)
     assert pair(end.decision) == ("r0", "r1")
