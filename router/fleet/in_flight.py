@@ -191,6 +191,10 @@ class Ticket:
         else:
             self._move(PhaseEvent.SENT, now_s)
 
+    def prefilled(self) -> None:
+        """Note that its first leg has ended: nobody must keep the time of its second one free."""
+        self.replica.second_legs.pop(self._number, None)
+
     def pulls(self, now_s: float) -> None:
         """Note that it is sent now, and that its replica pulls the KV of the whole prompt."""
         self.is_pulling = True

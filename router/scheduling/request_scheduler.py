@@ -346,8 +346,9 @@ class PlacementRequest:
     """Expected length of the answer; None: nothing is known of it."""
     may_split: bool = False
     """Whether another replica may prefill the prompt."""
-    lender: Replica | None = None
-    """The replica that has prefilled the prompt: another one pulls the KV and answers."""
+    former: Candidate | None = None
+    """The pair whose first leg has ended, and that is still in flight: a replica is sought that
+    pulls the KV and answers."""
 
 
 class RequestScheduler:
@@ -409,15 +410,8 @@ class RequestScheduler:
         candidates = tuple(
             scorer.best(each, matches.keys(each), matches.depth(each).gpu_blocks) for each in scored
         )
-        if (lender := request.lender) is not None:
-            candidates = tuple(
-                scorer.pulling(each)
-                for each in candidates
-                if each.replica is not lender and each.replica.nixl_role in DECODING_ROLES
-                if each.replica.has_keys_of(lender)
-            )
-            if not candidates:
-                raise NoReplicaError(f"no replica can pull the KV of {lender.id}")
+        if request.former is not None:
+            candidates = _pulling(candidates, scorer, request.former)
         at_home = next((each for each in candidates if each.replica is home), None)
         home_work_s = inf if at_home is None else at_home.work_s
         for each in candidates:
@@ -473,9 +467,8 @@ class RequestScheduler:
         chosen, and vLLM admits no request while it computes another one's prompt. If another one
         is better by now, ``ticket`` is finished, and the request is in flight there.
         """
-        assert ticket.first_leg is not None
-        lender = ticket.first_leg.replica
-        again = replace(request, lender=lender, may_split=False, begin_by_s=inf)
+        again = replace(request, former=decision.picked, may_split=False, begin_by_s=inf)
+        ticket.prefilled()
         try:
             moved = self.place(again, now_s)
         except (NoReplicaError, UnknownModelError):
@@ -514,6 +507,30 @@ def _split(
         in_time = [each for each in options if each.begins_in_s <= begin_in_s]
         best.append(min(in_time or options, key=lambda each: each.score_s(weights)))
     return tuple(best)
+
+
+def _pulling(
+    candidates: Sequence[Candidate], scorer: Scorer, former: Candidate
+) -> tuple[Candidate, ...]:
+    """Return the candidates that can pull what the prefiller of ``former`` has computed.
+
+    At the replica of ``former`` the request itself seems to wait, and its KV to be there already.
+    Raises `NoReplicaError` if there is none.
+    """
+    assert former.prefiller is not None
+    lender = former.prefiller.replica
+    able = []
+    for own in candidates:
+        replica = own.replica
+        if replica is former.replica:
+            own.waiting -= 1
+            own.matched_tokens = former.matched_tokens
+        may_pull = replica is not lender and replica.nixl_role in DECODING_ROLES
+        if may_pull and replica.has_keys_of(lender):
+            able.append(scorer.pulling(own))
+    if not able:
+        raise NoReplicaError(f"no replica can pull the KV of {lender.id}")
+    return tuple(able)
 
 
 def _copy(picked: Candidate) -> KvCopy | None:

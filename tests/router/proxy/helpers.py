@@ -50,7 +50,7 @@ def prefilling_at(
         now_s: float,
         reserved: ReservedWork | None = None,
     ) -> Decision:
-        if request.lender is not None and moves_to is not None:
+        if request.former is not None and moves_to is not None:
             request = replace(request, among=[moves_to])
         elif decoder is not None and decoder() not in request.exclude:
             request = replace(request, among=[decoder()])

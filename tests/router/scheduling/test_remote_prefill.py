@@ -163,6 +163,20 @@ def test_the_second_leg_goes_where_it_begins_first_when_the_prompt_has_been_comp
     assert not any(each.waiting or each.second_legs for each in fleet.replicas.values())
 
 
+@pytest.mark.parametrize("queue_s", [0.0, 0.5])
+def test_a_second_leg_counts_neither_as_waiting_nor_as_stored(queue_s: float) -> None:
+    """It is in flight where it was placed: that must neither keep it there nor drive it away."""
+    fleet = make_fleet(3, roles={"r2": "decode"})
+    fleet.replicas["r2"].decoding = 33
+    for name in ("r1", "r2"):
+        fleet.set_kv_capacity(name, 9600)
+        fleet.replicas[name].rates.note_pull(6_400_000, 1.0)
+    decision = split(fleet)
+    assert pair(decision) == ("r0", "r1")
+    fleet.replicas["r1"].queue.join(queue_s, 0.9)
+    assert second_leg(fleet, decision)[0].replica_id == ("r2" if queue_s else "r1")
+
+
 @pytest.mark.parametrize("change", ["nothing", "prefills only", "other keys", "down", "all down"])
 def test_a_second_leg_stays_where_no_other_replica_can_pull(change: str) -> None:
     fleet = make_fleet(3, roles={"r2": "prefill" if change == "prefills only" else "decode"})
