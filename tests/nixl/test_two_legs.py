@@ -57,8 +57,11 @@ async def test_a_prompt_prefilled_elsewhere_gets_the_answer_that_it_gets_locally
 ) -> None:
     text = real_text(TOKENS, seed=1)
     async with routed(configs(servers), model_dir, monkeypatch) as made:
-        local, record = await made.ask(text)
+        _, record = await made.ask(text)
         assert record.first_leg is None and record.cached_tokens == 0
+        # With a processor's matrix units the last block's numbers depend on what is computed with
+        # it. As after a pull, that is little when the prompt is in the replica's own cache.
+        local, _ = await made.ask(text)
         await asyncio.to_thread(empty, servers)
         made.prefiller = "two"
         computed = servers["one"].sample("prompt_tokens_by_source", 'source="local_compute"')
@@ -103,7 +106,8 @@ async def test_a_session_that_leaves_its_home_takes_its_kv_along(
     async with routed(configs(servers), model_dir, monkeypatch) as made:
         said, _ = await made.ask(text, 64)
         turn = text + said + " And then?"
-        expected, _ = await made.ask(turn)
+        await made.ask(turn)
+        expected, _ = await made.ask(turn)  # from its own cache, as in the test above
         made.decoder, made.prefiller = "two", "one"
         moved, record = await made.ask(turn)
         assert (moved, record.replica_id) == (expected, "two")
