@@ -109,9 +109,11 @@ class RemotePrefill:
     async def first_leg(self, admitted: Admitted, prompt_keys: PromptKeyCache) -> Admitted:
         """Run the first leg, if there is one; return where the request goes then.
 
-        Its ticket is to be released from then on: await nothing before the ``try`` that does it.
-        Raises `PrefillFailedError`; then that is the given one, which owns the first leg's.
+        The caller must release the returned ticket, and awaits nothing before that is certain.
+        Raises `PrefillFailedError`; then the given ticket must be released, which owns the first
+        leg's.
         """
+        self._client.record.first_leg = None  # of an earlier try
         ticket, leg = admitted.ticket, admitted.ticket.first_leg
         if leg is None:
             return admitted
@@ -125,11 +127,11 @@ class RemotePrefill:
         """Return the body for a ticket's replica, after the `first_leg`."""
         asked, record = self._asked, self._client.record
         lent = self._still_lent(ticket.replica)
-        record.first_leg = None if lent is None else lent.leg
         if lent is None:
             if ticket.first_leg is not None:
                 ticket.sent(time.monotonic())
             return asked.body
+        record.first_leg = lent.leg
         ticket.pulls(time.monotonic())
         return await off_loop(
             len(asked.body), with_new_member, asked.body, "kv_transfer_params", lent.params

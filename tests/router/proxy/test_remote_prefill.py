@@ -485,6 +485,28 @@ async def test_a_client_that_leaves_ends_the_leg_that_runs(
         check_ended(router)
 
 
+async def test_a_first_leg_of_an_earlier_try_is_not_recorded(
+    fleet: Fleet, client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replica that pulled has failed, and the client leaves while the prompt is lent again."""
+    lent_again = asyncio.Event()
+
+    async def hang(request: web.Request) -> web.StreamResponse:
+        lent_again.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with three(fleet, monkeypatch) as (router, _):
+        fleet.two.will(lend, hang)
+        fleet.one.will(cut_before_headers)
+        answer = asyncio.create_task(client.post(router.url + CHAT, json=ASK))
+        await lent_again.wait()
+        answer.cancel()
+        record = await router.record()
+        assert (record.outcome, record.first_leg) == (Outcome.CLIENT_GONE, None)
+        check_ended(router)
+
+
 async def test_a_long_body_is_sent_on_as_it_is(
     fleet: Fleet, client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
