@@ -158,8 +158,8 @@ class Exchange:
     ) -> Destinations:
         """Return the decision's replica and the next best, by their scores.
 
-        Last come those that get no requests now: when the picked one fails, they may be up again,
-        and the gateway does not ask for more destinations then.
+        Last come the replicas that get no requests now. They may be up again when the picked one
+        fails, and the gateway does not ask for more destinations then.
         """
         most = self._lifecycle.policy.replicas(asked)
         picked, weights = decision.picked, self._lifecycle.fleet.weights

@@ -73,7 +73,7 @@ class EligibleReplicas:
     ring: Sequence[tuple[int, int]]
     """The hash of each one's id and its position in the order, sorted."""
     away: Sequence[Replica]
-    """Those that get no requests now and may soon answer again."""
+    """Replicas that get no requests now, but may soon answer again."""
 
     def __len__(self) -> int:
         return len(self.replicas)

@@ -173,7 +173,7 @@ def test_sessions_find_their_kv_whatever_the_noise() -> None:
 def test_remote_prefills_keep_answers_fast_and_leave_nothing_lent() -> None:
     """A busy fleet: prompts gather at some replicas, and answers at others.
 
-    On average: the p90 of one seed says nothing, and was 0.4 to 1.2 times as long on four.
+    Means are compared: the ratio of the p90 is 0.4 to 1.2 on four seeds, and says nothing.
     """
     texts = count(1)
     chooser = random.Random(1)

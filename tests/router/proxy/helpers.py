@@ -37,12 +37,6 @@ def prefilling_at(
     that is better when the first leg has ended.
     """
     place = RequestScheduler.place
-    if moves_to is None:
-        monkeypatch.setattr(
-            RequestScheduler,
-            "second_leg",
-            lambda _, request, decision, ticket, now_s: (decision, ticket),
-        )
 
     def places(
         scheduler: RequestScheduler,
@@ -50,8 +44,8 @@ def prefilling_at(
         now_s: float,
         reserved: ReservedWork | None = None,
     ) -> Decision:
-        if request.former is not None and moves_to is not None:
-            request = replace(request, among=[moves_to])
+        if request.former is not None:
+            request = replace(request, among=[moves_to or request.former.replica_id])
         elif decoder is not None and decoder() not in request.exclude:
             request = replace(request, among=[decoder()])
         alone = replace(request, may_split=False)
