@@ -84,6 +84,8 @@ def test_bytes_stay_right_while_slots_change_hands(
     tier = open_disk(*roots, chunks=CAPACITY)
     tier.scan()
     traffic = Traffic(tier)
+    # Or the readers may end before the first chunk is there.
+    traffic.put_some(random.Random(99))
     errors: list[BaseException] = []
 
     def work(number: int) -> None:
