@@ -17,6 +17,8 @@ hypothesis.settings.register_profile("long", deadline=None, print_blob=True, max
 hypothesis.settings.load_profile("no-deadline")
 
 _GROUPS = {
+    # One vLLM at a time, on one core, in ordinary memory: it may run beside a fleet.
+    "identity": ("tests/e2e/test_identity.py",),
     # Two fleets at once would wait for each other's cores, and huge pages and shared memory are
     # the machine's: who counts them has them alone.
     "fleets": (
@@ -36,7 +38,7 @@ _GROUPS = {
         "tests/router/index/test_block_hashes_vllm.py",
     ),
 }
-"""Files whose tests one process runs, by the group's name."""
+"""Files whose tests one process runs, by the group's name; the first that fits counts."""
 
 
 def _group(nodeid: str) -> str | None:
@@ -61,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of processes that share a run, none is left with what takes long when the others end."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         slow = {each.path for each in items if each.get_closest_marker("slow")}
-        # The longest group first: it takes longer than everything else together.
+        # The groups first: the fleets take about as long as the whole run.
         order = {name: at for at, name in enumerate(_GROUPS)}
         items.sort(
             key=lambda each: (

@@ -275,6 +275,11 @@ class Router:
         return self._log_path.read_text(errors="replace")
 
 
+def wait_no_shared_memory() -> None:
+    """Wait until no pool has a name: a starting replica's has one until its ranks have it open."""
+    wait_until("no pool has a name", lambda: not list(Path("/dev/shm").glob("vllm_offload_*")))
+
+
 def chunk_hexes(prompt: Sequence[int]) -> list[str]:
     """Return the chunk keys of a prompt, as the agent takes them."""
     chain = HashScheme().chain(prompt, BLOCK_TOKENS)

@@ -4,14 +4,21 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import openai
 import pytest
 
 from bench.replica.tiers import call, wait_until
 from tests.e2e.conftest import Fleet
-from tests.e2e.serving import CHUNK_TOKENS, MODEL, Replica, Router, fresh_prompt, prometheus
+from tests.e2e.serving import (
+    CHUNK_TOKENS,
+    MODEL,
+    Replica,
+    Router,
+    fresh_prompt,
+    prometheus,
+    wait_no_shared_memory,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -59,7 +66,7 @@ class Served:
 def whole_answer(
     router: Router, prompt: list[int], *, max_tokens: int, **headers: str
 ) -> Mapping[str, str]:
-    """Complete a prompt without streaming, and return the headers."""
+    """Complete a prompt without streaming, and return the answer's headers."""
     with client_of(router) as client:
         response = client.completions.with_raw_response.create(
             model=MODEL,
@@ -69,7 +76,8 @@ def whole_answer(
             extra_headers=headers,
             extra_body={"ignore_eos": True},
         )
-    return response.headers
+    headers_of_answer: Mapping[str, str] = response.headers
+    return headers_of_answer
 
 
 @contextmanager
@@ -295,4 +303,4 @@ def test_kill_restart_and_what_the_disk_remembers(fleet: Fleet, sessions_router:
 
 
 def test_a_killed_replica_leaves_no_shared_memory(fleet: Fleet) -> None:
-    assert not list(Path("/dev/shm").glob("vllm_offload_*"))
+    wait_no_shared_memory()
