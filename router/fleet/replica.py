@@ -246,6 +246,11 @@ class Replica:
         return self.state is ReplicaState.REMOVED
 
     @property
+    def only_prefills(self) -> bool:
+        """Whether it answers nothing while another replica can."""
+        return self.config.nixl_role == "prefill"
+
+    @property
     def key_shape(self) -> KeyShape | None:
         """How prompts' keys are made; None if prompts are matched by text."""
         if self.tokens_differ:

@@ -62,8 +62,10 @@ class EligibleReplicas:
 
     replicas: Sequence[Replica]
     by_slot: Mapping[int, Replica]
+    prefillers: Sequence[Replica]
+    """Replicas that prefill for these, and answer nothing themselves."""
     sources: Mapping[int, Replica]
-    """By slot, the replicas that may give their KV: these and the draining ones."""
+    """By slot, the replicas that may give their KV: these, the prefillers and the draining ones."""
     groups: Sequence[KeyGroup]
     """The groups of the peer sources."""
     group_at: Mapping[int, int]
@@ -73,7 +75,7 @@ class EligibleReplicas:
     ring: Sequence[tuple[int, int]]
     """The hash of each one's id and its position in the order, sorted."""
     away: Sequence[Replica]
-    """Replicas that get no requests now, but may soon answer again."""
+    """Replicas that get no requests now, but could answer if these do not."""
 
     def __len__(self) -> int:
         return len(self.replicas)
@@ -82,14 +84,18 @@ class EligibleReplicas:
         return iter(self.replicas)
 
     @classmethod
-    def of(cls, replicas: Sequence[Replica], others: Sequence[Replica]) -> "EligibleReplicas":
-        """Return a view of these replicas, of all that could answer, as they are now."""
+    def of(cls, able: Sequence[Replica], others: Sequence[Replica]) -> "EligibleReplicas":
+        """Return a view of the replicas that take requests now, of all that could answer."""
+        answering = [each for each in able if not each.only_prefills]
+        prefillers = [each for each in able if each.only_prefills] if answering else ()
+        replicas = answering or able
         draining = [each for each in others if each.is_leaving]
-        sources = [*replicas, *draining]
+        sources = [*replicas, *prefillers, *draining]
         groups = _key_groups(sources)
         return cls(
             replicas=replicas,
             by_slot={each.slot: each for each in replicas},
+            prefillers=prefillers,
             sources={each.slot: each for each in sources},
             groups=groups,
             group_at={
@@ -97,7 +103,7 @@ class EligibleReplicas:
             },
             queues=[each.queue for each in replicas],
             ring=sorted((salt_of(each.id), at) for at, each in enumerate(replicas)),
-            away=[each for each in others if each.state in _MAY_RETURN],
+            away=[*prefillers, *(each for each in others if each.state in _MAY_RETURN)],
         )
 
 
@@ -265,7 +271,16 @@ class PrefixMatches:
         chunks = held // keys.blocks_per_chunk
         return chunks > 0 and self._index.computes(replica.slot, keys.chunk_keys[chunks - 1])
 
-    # --- the shortlist of a large fleet
+    # --- the shortlists of a large fleet
+
+    def prefillers(self, now_s: float) -> Sequence[Replica]:
+        """Return the replicas that only prefill, the cheapest for this prompt."""
+        all_of_them = self.eligible.prefillers
+        if len(all_of_them) <= self._weights.max_candidates:
+            return all_of_them
+        return nsmallest(
+            self._weights.max_candidates, all_of_them, key=lambda each: self._least_s(each, now_s)
+        )
 
     def shortlist(self, affinity: int, also: Replica | None, now_s: float) -> Sequence[Replica]:
         """Return the replicas worth scoring, with ``also``.
@@ -395,7 +410,11 @@ class RequestScheduler:
                 foreseen = _pick_without_costs(matches, config.policy, context)
             scored = matches.shortlist(affinity, home if foreseen is None else foreseen[0], now_s)
         may_split = request.may_split and config.policy == "ttft"
-        able = [each for each in scored if may_split and each.nixl_role in PREFILLING_ROLES]
+        able = [
+            each
+            for each in ((*scored, *matches.prefillers(now_s)) if may_split else ())
+            if each.nixl_role in PREFILLING_ROLES
+        ]
         scorer = Scorer(
             fleet.index,
             keys.prompt_tokens,

@@ -1,4 +1,4 @@
-"""A router whose decisions are scripted, in front of real vLLM servers."""
+"""A router in front of real vLLM servers. Its decisions may be scripted."""
 
 import json
 from collections.abc import AsyncIterator, Sequence
@@ -20,19 +20,16 @@ MODEL = "m"
 
 @dataclass
 class Routed:
-    """A router that sends each request to ``decoder``, prefilled by ``prefiller``."""
+    """A router. If it is scripted, each request goes to ``decoder``, prefilled by ``prefiller``."""
 
     router: Running
     client: aiohttp.ClientSession
     decoder: str = "one"
     prefiller: str | None = None
-    asked: int = 0
 
     async def ask(self, text: str, tokens: int = 16, **more: Any) -> tuple[str, RequestRecord]:
         """Return the text of an answer at temperature 0, and the record."""
         body = {"model": MODEL, "prompt": text, "max_tokens": tokens, "temperature": 0, **more}
-        self.asked += 1
-        number = self.asked
         async with self.client.post(f"{self.router.url}/v1/completions", json=body) as response:
             assert response.status == 200, await response.text()
             if not more.get("stream"):
@@ -40,13 +37,14 @@ class Routed:
             else:
                 lines = [line async for line in response.content if line.startswith(b"data: {")]
                 said = "".join(json.loads(each[6:])["choices"][0]["text"] for each in lines)
-        return said, await self.router.record(number)
+        return said, await self.router.record_of(response.headers["x-request-id"])
 
 
 @asynccontextmanager
 async def routed(
-    replicas: Sequence[ReplicaConfig], model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    replicas: Sequence[ReplicaConfig], model_dir: Path, monkeypatch: pytest.MonkeyPatch | None
 ) -> AsyncIterator[Routed]:
+    """Start a router, whose decisions are scripted by ``monkeypatch`` if it is given."""
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(aiohttp.ClientSession())
         config = RouterConfig(
@@ -56,12 +54,12 @@ async def routed(
             timeouts=TimeoutsConfig(health_interval_s=0.5),
         )
         made = Routed(await run_router(stack, config), client)
-
-        prefilling_at(
-            monkeypatch,
-            lambda decision, fleet: (
-                None if made.prefiller is None else fleet.replicas[made.prefiller]
-            ),
-            lambda: made.decoder,
-        )
+        if monkeypatch is not None:
+            prefilling_at(
+                monkeypatch,
+                lambda decision, fleet: (
+                    None if made.prefiller is None else fleet.replicas[made.prefiller]
+                ),
+                lambda: made.decoder,
+            )
         yield made

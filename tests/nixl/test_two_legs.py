@@ -1,6 +1,7 @@
-"""Prefill on one stock vLLM, decode on another, by real NIXL. Decisions are scripted."""
+"""Prefill on one stock vLLM, decode on another, by real NIXL. Most decisions are scripted."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,14 @@ import pytest
 from bench.nixl.server import NixlServer
 from bench.replica.text import real_text
 from bench.replica.tiers import wait_until
-from router.config.settings import ReplicaConfig, RouterConfig
+from router.config.settings import NixlRole, ReplicaConfig, RouterConfig
 from router.doctor.examination import examine
 from router.doctor.findings import Level
 from router.proxy.remote_prefill import RemotePrefill
 from router.record.records import Cause, Outcome
 from tests.nixl.conftest import LEASE_S
-from tests.nixl.routed import MODEL, routed
+from tests.nixl.routed import routed
+from tests.router.agent_server import until
 from tests.router.doctor.replicas import found
 
 pytestmark = pytest.mark.nixl
@@ -78,6 +80,29 @@ async def test_a_prompt_prefilled_elsewhere_gets_the_answer_that_it_gets_locally
         await asyncio.to_thread(until_free, servers["one"], LEASE_S / 2)
 
 
+async def test_the_router_has_a_prompt_prefilled_elsewhere_only_where_that_is_cheaper(
+    servers: Servers, model_dir: Path
+) -> None:
+    """One server answers, the other prefills for it. Nothing is scripted."""
+    roles: list[tuple[str, NixlRole]] = [("one", "decode"), ("two", "prefill")]
+    replicas = [replace(servers[name].config, nixl_role=role) for name, role in roles]
+    short, long = (real_text(tokens, seed=7) for tokens in (200, 7000))
+    async with routed(replicas, model_dir, None) as made:
+        fleet = made.router.parts.fleet
+        await until(lambda: all(each.shape is not None for each in fleet.replicas.values()))
+        alone, record = await made.ask(short, 300)
+        assert (record.replica_id, record.first_leg) == ("one", None), "nothing is slowed"
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(made.ask(short, 300, stream=True)) for _ in range(3)]
+            await until(lambda: fleet.replicas["one"].decoding == len(running))
+            said, record = await made.ask(long)
+            assert record.replica_id == "one" and record.first_leg is not None
+            assert (record.first_leg.replica_id, record.failed_tries) == ("two", [])
+            again, record = await made.ask(long)
+            assert (again, record.replica_id, record.first_leg) == (said, "one", None), "it is here"
+        assert all(each.result()[0] == alone for each in running)
+
+
 async def test_a_long_prompt_does_not_stop_running_answers(
     servers: Servers, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,10 +115,9 @@ async def test_a_long_prompt_does_not_stop_running_answers(
         running = asyncio.create_task(made.ask(short, 200, stream=True))
         await asyncio.sleep(0.2)
         made.prefiller = "two"
-        body = {"model": MODEL, "prompt": long, "max_tokens": 16, "temperature": 0}
-        async with made.client.post(f"{made.router.url}/v1/completions", json=body) as response:
-            assert response.headers["x-warmroute-prefiller"] == "two"
-            assert (await response.json())["choices"][0]["text"] == local
+        remote, record = await made.ask(long)
+        assert record.first_leg is not None and record.first_leg.replica_id == "two"
+        assert remote == local
         said, record = await running
         assert said == alone and record.replica_id == "one"
 

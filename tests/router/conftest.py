@@ -40,6 +40,14 @@ class Running:
             await self.recorded.wait_for(lambda: len(self.records) >= count)
         return self.records[count - 1]
 
+    async def record_of(self, request_id: str) -> RequestRecord:
+        """Wait for the record of one request and return it."""
+        async with self.recorded:
+            await self.recorded.wait_for(
+                lambda: any(each.request_id == request_id for each in self.records)
+            )
+        return next(each for each in self.records if each.request_id == request_id)
+
     def in_flight(self) -> int:
         return sum(each.in_flight for each in self.parts.fleet.replicas.values())
 

@@ -13,6 +13,7 @@ from router.fleet.cost_model import CostPart
 from router.fleet.decision import Candidate, Decision
 from router.fleet.fleet import Fleet
 from router.fleet.in_flight import Phase, Ticket
+from router.fleet.replica import ReplicaState
 from router.index.prompt_keys import KvTier, PromptKeyCache
 from router.scheduling.admission import AdmissionQueue, Admitted
 from router.scheduling.request_scheduler import PlacementRequest, RequestScheduler
@@ -34,6 +35,8 @@ def make_fleet(
     fleet = make_copying_fleet(count, prefetch=False, policy=policy)
     for name, each in fleet.replicas.items():
         each.nixl_role = roles.get(name, "both")
+        each.config = replace(each.config, nixl_role=each.nixl_role)
+    fleet.replicas.changed()
     fleet.replicas["r0"].recent.note(0.9 * fleet.weights.recent_s, 0.0)
     fleet.replicas["r1"].decoding = 30
     return fleet
@@ -86,6 +89,34 @@ def test_roles_say_who_may_prefill_and_who_may_decode(
     roles: dict[str, str | None], expected: tuple[str, str]
 ) -> None:
     assert pair(split(make_fleet(roles=roles))) == expected
+
+
+def test_a_replica_that_only_prefills_answers_nothing_while_another_one_can() -> None:
+    fleet = make_fleet(roles={"r0": "prefill", "r1": "decode"})
+    alone = place(fleet, LONG)
+    assert pair(alone) == ("r1", "r1")
+    assert [each.replica_id for each in alone.candidates] == ["r1"]
+    assert [each.id for each in alone.away] == ["r0"], "where the picker's last try goes"
+    assert pair(place(fleet, LONG, exclude=["r1"])) == ("r0", "r0")
+    fleet.replicas["r1"].state = ReplicaState.DOWN
+    fleet.replicas.changed()
+    assert pair(split(fleet)) == ("r0", "r0")
+
+
+@pytest.mark.parametrize("policy", ["longest-prefix", "session", "least-loaded", "round-robin"])
+def test_no_policy_has_a_replica_answer_that_only_prefills(policy: PolicyName) -> None:
+    fleet = make_fleet(roles={"r0": "prefill"}, policy=policy)
+    stored(fleet, "r0", KvTier.GPU, blocks(LONG))
+    assert [pair(place(fleet, LONG, session="a")) for _ in range(3)] == [("r1", "r1")] * 3
+
+
+def test_of_many_that_only_prefill_the_one_with_the_prefix_does() -> None:
+    """The shortlist of a large fleet has replicas that can answer."""
+    count = 3 * DEFAULT_WEIGHTS.max_candidates
+    fleet = make_fleet(count, roles={f"r{at}": "prefill" for at in range(count) if at != 1})
+    holder = f"r{count - 1}"
+    stored(fleet, holder, KvTier.GPU, blocks(LONG))
+    assert pair(split(fleet)) == (holder, "r1")
 
 
 def test_a_request_that_needs_one_server_gets_one() -> None:
