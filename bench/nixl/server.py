@@ -6,6 +6,9 @@ import re
 import signal
 import sys
 import urllib.request
+from collections.abc import Iterator
+from functools import partial
+from itertools import count, permutations
 from pathlib import Path
 from typing import Final
 
@@ -15,10 +18,15 @@ from bench.replica.local import (
     platform_arguments,
     replica_environment,
 )
-from bench.replica.tiers import Vllm
+from bench.replica.text import real_text
+from bench.replica.tiers import Vllm, call, wait_until
 from cacheengine.launch.vllm_launch import free_ports
 from router.config.settings import ReplicaConfig
 from router.launch.processes import ProcessGroup
+
+_HANDSHAKE_TOKENS: Final = 300
+_HANDSHAKE_SEED: Final = 1_000_000
+"""The first of seeds that no prompt of a test or benchmark has."""
 
 _SAMPLE: Final = r"^vllm:{name}(?:_total)?\{{[^}}]*{labels}[^}}]*\}} (\S+)$"
 
@@ -107,7 +115,7 @@ def started_pair(
     max_model_tokens: int,
     lease_s: int,
 ) -> dict[str, NixlServer]:
-    """Return two servers that answer, ``one`` and ``two``, which pull from each other."""
+    """Return two servers that answer, ``one`` and ``two``, which have pulled from each other."""
     made = {
         name: NixlServer(
             group,
@@ -128,4 +136,28 @@ def started_pair(
         each.start()
     for each in made.values():
         each.wait_ready()
+    for lender, puller in permutations(made.values()):
+        # On a busy machine a handshake may take longer than the 5 s that vLLM waits for it.
+        pulls = partial(_pulls, puller, lender, count())
+        wait_until(f"{puller.name} pulls from {lender.name}", pulls, timeout_s=120.0)
     return made
+
+
+def _pulls(puller: NixlServer, lender: NixlServer, seeds: Iterator[int]) -> bool:
+    """Whether one server pulls the KV of a new prompt from another one."""
+    body = {
+        "model": lender.model,
+        "prompt": real_text(_HANDSHAKE_TOKENS, seed=_HANDSHAKE_SEED + next(seeds)),
+        "max_tokens": 1,
+    }
+    lent = call(
+        f"{lender.url}/v1/completions", {**body, "kv_transfer_params": {"do_remote_decode": True}}
+    )
+    try:
+        call(
+            f"{puller.url}/v1/completions",
+            {**body, "kv_transfer_params": lent["kv_transfer_params"]},
+        )
+    except OSError:
+        return False
+    return True
