@@ -56,9 +56,9 @@ class ReplicaConfig:
     """PYTHONHASHSEED of a replica without an agent. By default the router derives it from the
     replica's events. It cannot derive it for LMCache inside vLLM (``lmcache_workers``)."""
     nixl_role: NixlRole | None = None
-    """For a vLLM that runs with NixlConnector: whether it prefills prompts for other replicas, decodes
-    prompts that others have prefilled, or both. With ``prefill`` it answers only if no other
-    replica can."""
+    """For a vLLM that runs with NixlConnector: whether it prefills prompts for other replicas,
+    decodes prompts that others have prefilled, or both. With ``prefill`` it answers only if no
+    other replica can."""
 
     @property
     def name(self) -> str:
