@@ -1,10 +1,11 @@
 """Speeds from the counters in a server's metrics, by their growth between two readings. Pure."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from router.fleet.cost_model import CostPart
@@ -52,10 +53,23 @@ class Speed(NamedTuple):
     """How much it was measured on since the server's start: bytes, tokens or loads."""
 
 
+class Others(NamedTuple):
+    """What two counters contain that says nothing about the speed, as totals."""
+
+    amount: float
+    time: float
+    are_known: bool = True
+    """If not, what came since the last reading gives no speed."""
+
+
+_NO_OTHERS: Final = Others(0.0, 0.0)
+
+
 class _Totals(NamedTuple):
     amount: float
     time: float
     ranks: int
+    others: Others
 
 
 class CounterSpeeds:
@@ -65,19 +79,27 @@ class CounterSpeeds:
         self._before: dict[SpeedCounters, _Totals] = {}
         """As of the last reading that gave a speed, or the first one."""
 
-    def read(self, metrics: str, counters: Sequence[SpeedCounters]) -> list[Speed]:
+    def read(
+        self,
+        metrics: str,
+        counters: Sequence[SpeedCounters],
+        others: Mapping[CostPart, Others] = MappingProxyType({}),
+    ) -> list[Speed]:
         """Return the speeds since the last reading; none for the first one, or after a restart.
 
         What has grown too little for a speed counts in the next reading. Counters that were not
-        read last time have their first reading now.
+        read last time have their first reading now. Where most of the time was that of ``others``,
+        what is left says nothing.
         """
-        totals = _totals(metrics, counters)
+        totals = _totals(metrics, counters, others)
         self._before = {each: self._before.get(each, now) for each, now in totals.items()}
         speeds = []
         for each, now in totals.items():
             before = self._before[each]
-            amount, time = now.amount - before.amount, now.time - before.time
-            if amount < 0 or time < 0:
+            others_time = now.others.time - before.others.time
+            amount = now.amount - before.amount - (now.others.amount - before.others.amount)
+            time = now.time - before.time - others_time
+            if amount < 0 or time < others_time or not now.others.are_known:
                 self._before[each] = now
             elif amount > 0 and amount >= each.least and time > 0:
                 self._before[each] = now
@@ -88,7 +110,9 @@ class CounterSpeeds:
         return speeds
 
 
-def _totals(metrics: str, counters: Sequence[SpeedCounters]) -> dict[SpeedCounters, _Totals]:
+def _totals(
+    metrics: str, counters: Sequence[SpeedCounters], others: Mapping[CostPart, Others]
+) -> dict[SpeedCounters, _Totals]:
     """Return the sums over the series of each counter; 0 for what is not there."""
     named: dict[str, list[tuple[str, float]]] = {
         name: [] for each in counters for name in (each.amount, each.time)
@@ -110,6 +134,7 @@ def _totals(metrics: str, counters: Sequence[SpeedCounters]) -> dict[SpeedCounte
             sum(values(each.amount, each.labels)),
             sum(times := values(each.time, each.labels)),
             len(times),
+            others.get(each.part, _NO_OTHERS),
         )
         for each in counters
     }

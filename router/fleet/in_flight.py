@@ -85,6 +85,8 @@ class Ticket:
     """The prefill of its prompt at another replica; it ends with this one at the latest."""
     is_pulling: bool = False
     """Whether its replica pulls the prompt's KV from another one."""
+    _counted_tokens: int | None = None
+    """How many of the pulled tokens the replica's metrics count as computed; None: not known."""
     _pulls_s: float | None = None
     """When it began to pull, if that says how long it takes."""
 
@@ -195,9 +197,13 @@ class Ticket:
         """Note that its first leg has ended: nobody must keep the time of its second one free."""
         self.replica.second_legs.pop(self._number, None)
 
-    def pulls(self, now_s: float) -> None:
-        """Note that it is sent now, and that its replica pulls the KV of the whole prompt."""
-        self.is_pulling = True
+    def pulls(self, now_s: float, counted_tokens: int | None = None) -> None:
+        """Note that it is sent now, and that its replica pulls the KV of the whole prompt.
+
+        ``counted_tokens``: how many of its tokens the replica's metrics count as computed there;
+        None if that is not known.
+        """
+        self.is_pulling, self._counted_tokens = True, counted_tokens
         # Without others before it the wait for its first token is that for the KV.
         if self.replica.waiting - self.replica.fetching == 0:
             self._pulls_s = now_s
@@ -309,6 +315,8 @@ class Ticket:
         replica.context_tokens += begun * self._prompt_tokens
         if after is Phase.ENDED:
             self._leave_queue(now_s)
+            if self.is_pulling and self._has_begun:
+                self._note_pulled()
             if self.first_leg is not None:
                 self.first_leg.finish(now_s, ok=False)
         return True
@@ -387,6 +395,14 @@ class Ticket:
             seconds = began_s - self._pulls_s - self._cost.base_s - self._cost.busy_s
             if seconds > 0:
                 self.replica.rates.note_pull(round(nbytes), seconds)
+
+    def _note_pulled(self) -> None:
+        pulled = self.replica.pulled
+        pulled.ended += 1
+        if self._counted_tokens is None:
+            pulled.uncounted += 1
+        else:
+            pulled.counted_tokens += self._counted_tokens
 
     def _note_alone(self, cached_tokens: int | None, ttft_s: float) -> None:
         """Let the rates use the TTFT of a request that no other one delayed."""

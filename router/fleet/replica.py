@@ -102,6 +102,17 @@ class SecondLeg:
     """When the prompt should be prefilled."""
 
 
+@dataclass(slots=True)
+class PulledAnswers:
+    """The answers of a replica whose prompts it had pulled, since the router's start."""
+
+    ended: int = 0
+    counted_tokens: int = 0
+    """Tokens of them that vLLM's metrics count as computed there."""
+    uncounted: int = 0
+    """Those of them of which that is not known."""
+
+
 @dataclass(eq=False, kw_only=True)
 class Replica:
     """One replica: its configuration, state, tiers, rates and load."""
@@ -194,6 +205,7 @@ class Replica:
     """Those of them whose KV is being brought to its CPU RAM."""
     second_legs: dict[int, SecondLeg] = field(default_factory=dict)
     """Requests whose prompts other replicas prefill for it now, by their numbers."""
+    pulled: PulledAnswers = field(default_factory=PulledAnswers)
     decoding: int = 0
     """Requests in flight after their first token."""
     context_tokens: int = 0

@@ -64,7 +64,14 @@ class _Answer(msgspec.Struct):
     kv_transfer_params: msgspec.Raw = msgspec.Raw()
 
 
+class _Params(msgspec.Struct):
+    """What counts of ``kv_transfer_params``."""
+
+    remote_prefill_cached_tokens: int | None = None
+
+
 _ANSWER: Final = msgspec.json.Decoder(_Answer)
+_PARAMS: Final = msgspec.json.Decoder(_Params)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +83,8 @@ class _Lent:
     since_s: float
     """At the earliest."""
     leg: FirstLeg
+    counted_tokens: int | None
+    """How many of its tokens the replica that pulls it counts as computed; None: not known."""
 
 
 class RemotePrefill:
@@ -132,7 +141,7 @@ class RemotePrefill:
                 ticket.sent(time.monotonic())
             return asked.body
         record.first_leg = lent.leg
-        ticket.pulls(time.monotonic())
+        ticket.pulls(time.monotonic(), lent.counted_tokens)
         return await off_loop(
             len(asked.body), with_new_member, asked.body, "kv_transfer_params", lent.params
         )
@@ -190,6 +199,7 @@ class RemotePrefill:
                 seconds=now_s - began_s,
                 cached_tokens=usage.cached_tokens,
             ),
+            counted_tokens=_counted_tokens(answer.kv_transfer_params, usage),
         )
 
     async def _answer(self, leg: Ticket) -> tuple[_Answer, Usage]:
@@ -269,3 +279,18 @@ class RemotePrefill:
                 replica.config.nixl_role,
                 pause_s,
             )
+
+
+def _counted_tokens(params: msgspec.Raw, usage: Usage) -> int | None:
+    """Return how many tokens of a prompt vLLM counts as computed by the replica that pulls it.
+
+    With ``remote_prefill_cached_tokens`` in the params it takes those for all that was cached
+    (``OutputProcessor`` of 0.32 and 0.33), without them it counts what was pulled as cached.
+    """
+    try:
+        cached = _PARAMS.decode(params).remote_prefill_cached_tokens
+    except (msgspec.MsgspecError, ValueError):
+        return None
+    if cached is None:
+        return 0
+    return None if usage.prompt_tokens is None else max(0, usage.prompt_tokens - cached)

@@ -191,6 +191,45 @@ async def test_speeds_in_its_metrics_are_used_unless_an_engine_of_ours_measures_
         assert rates.per_second(CostPart.LOAD) == pytest.approx(4_000 * per_token)
 
 
+@pytest.mark.parametrize(("uncounted", "knows"), [(0, True), (1, False)])
+async def test_prompts_whose_kv_was_pulled_do_not_make_a_replica_look_fast(
+    session: aiohttp.ClientSession,
+    eventually: Wait,
+    monkeypatch: pytest.MonkeyPatch,
+    uncounted: int,
+    knows: bool,
+) -> None:
+    """It computed 4,000 tokens in 1 s; vLLM counts 100,000 that it pulled, too."""
+    monkeypatch.setattr("router.feeds.health_monitor._MODELS_EVERY_PROBES", 1)
+    page = (
+        "vllm:request_prefill_time_seconds_sum {}\n"
+        "vllm:request_prefill_kv_computed_tokens_sum {}\n"
+        "vllm:inter_token_latency_seconds_sum 1.0\n"
+        "vllm:inter_token_latency_seconds_count 100.0\n"
+    )
+    async with scripted() as upstream:
+        heard = Heard()
+        config = RouterConfig(
+            replicas=(ReplicaConfig(url=upstream.url, instance_id="r", nixl_role="both"),),
+            timeouts=TimeoutsConfig(health_interval_s=0.01),
+        )
+        fleet = Told(config, heard)
+        replica = fleet.replicas["r"]
+        replica.report_output_tokens(100.0, 10_000, 0.0)
+        monitor = HealthMonitor(config, fleet, Prompts(heard), session)
+        upstream.metrics = page.format(1, 1_000)
+        await monitor.start()
+        replica.pulled.ended, replica.pulled.counted_tokens = 10, 100_000
+        replica.pulled.uncounted = uncounted
+        upstream.metrics = page.format(2.1, 105_000)
+        probed = len(heard.served)
+        await eventually(lambda: len(heard.served) > probed + 2)
+        await monitor.stop()
+    assert replica.rates.knows(CostPart.PREFILL) == knows
+    if knows:
+        assert replica.rates.per_second(CostPart.PREFILL) == pytest.approx(4_000)
+
+
 async def test_a_replica_without_a_health_endpoint_is_up(session: aiohttp.ClientSession) -> None:
     heard = Heard()
     async with scripted() as replica, monitoring(session, replica.url + "/prefix", heard):

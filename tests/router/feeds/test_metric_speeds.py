@@ -4,7 +4,7 @@ import pytest
 
 from router.feeds.replica_answers import vllm_counters
 from router.fleet.cost_model import CostPart
-from router.fleet.counter_speeds import CounterSpeeds, Speed
+from router.fleet.counter_speeds import CounterSpeeds, Others, Speed
 
 KV_BYTES_PER_TOKEN = 1000.0
 COUNTERS = vllm_counters(KV_BYTES_PER_TOKEN)
@@ -84,6 +84,23 @@ def test_a_page_without_numbers_gives_no_speed_and_does_no_harm(page: str) -> No
     assert speeds(page, prefills(3.0, 24_000), page) == []
     readings = (prefills(3.0, 24_000), prefills(5.0, 34_000))
     assert Speed(CostPart.PREFILL, 5_000.0, 34_000) in speeds(page, *readings)
+
+
+def test_what_says_nothing_about_the_speed_is_left_out() -> None:
+    """One of two prompts was pulled: vLLM counts its 8,000 tokens, and a step of 0.125 s."""
+    found = CounterSpeeds()
+
+    def read(seconds: float, tokens: float, others: Others) -> list[Speed]:
+        return found.read(prefills(seconds, tokens), COUNTERS, {CostPart.PREFILL: others})
+
+    assert read(3.0, 24_000, Others(0.0, 0.0)) == []
+    assert read(4.125, 36_000, Others(8_000, 0.125)) == [Speed(CostPart.PREFILL, 4_000.0, 36_000)]
+    assert read(4.25, 44_000, Others(16_000, 0.255)) == []
+    # This time says nothing, and does not count later.
+    assert read(5.25, 52_000, Others(16_000, 0.25, are_known=False)) == []
+    assert read(6.25, 56_000, Others(16_000, 0.25)) == [Speed(CostPart.PREFILL, 4_000.0, 56_000)]
+    # Most of the time was that of pulled prompts.
+    assert read(8.25, 60_000, Others(16_000, 1.75)) == []
 
 
 def between_tokens(seconds: float, tokens: int) -> str:

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from router.config.settings import ReplicaConfig
 from router.fleet.breaker import Circuit
+from router.fleet.replica import PulledAnswers
 from router.proxy.upstream import AttemptFailedError, ReplicaAnswer, Upstream
 from router.record.records import Cause, Outcome
 from tests.router.conftest import Fleet, Running, Wait
@@ -131,6 +132,30 @@ async def test_the_prompt_is_computed_at_one_replica_and_the_answer_at_another(
             metrics = await response.text()
         assert 'warmroute_remote_prefills_total{replica="two",result="done"} 1.0' in metrics
         assert 'warmroute_remote_prefill_seconds_count{replica="two"} 1.0' in metrics
+
+
+@pytest.mark.parametrize(
+    ("cached", "expected"),
+    [
+        ({"remote_prefill_cached_tokens": 2}, PulledAnswers(ended=1, counted_tokens=7)),
+        ({"remote_prefill_cached_tokens": "2"}, PulledAnswers(ended=1, uncounted=1)),
+        ({}, PulledAnswers(ended=1)),
+    ],
+)
+async def test_what_the_metrics_of_the_replica_that_pulls_count_as_computed_is_noted(
+    fleet: Fleet,
+    client: aiohttp.ClientSession,
+    monkeypatch: pytest.MonkeyPatch,
+    cached: dict[str, Any],
+    expected: PulledAnswers,
+) -> None:
+    """Of nine tokens vLLM takes those that the prefiller had cached for cached here."""
+    async with three(fleet, monkeypatch) as (router, _):
+        fleet.two.will(json_answer({**CHAT_ANSWER, "kv_transfer_params": PARAMS | cached}))
+        async with client.post(router.url + CHAT, json=ASK) as response:
+            await response.read()
+        await router.record()
+        assert router.parts.fleet.replicas["one"].pulled == expected
 
 
 async def test_both_legs_are_in_flight_while_they_run(
