@@ -77,6 +77,8 @@ class StepMeter:
         self._tokens = 0
         self._first: list[tuple[int, float, float]] = []
         """The first steps: prompt tokens, attended tokens, seconds."""
+        self._first_s = 0.0
+        """Time of these steps, all that they did."""
 
     def add(
         self, step_s: float, *, prefill_tokens: int, attended: float, decoding: int, steps: int = 1
@@ -96,6 +98,7 @@ class StepMeter:
             longer_s = max(0.0, step_s - steps * base_s - decode_s * decoding)
             self._tokens += prefill_tokens
             if not self._prefills.count:
+                self._first_s += step_s
                 self._add_first(prefill_tokens, attended, longer_s)
                 return
             prefill_s, attention_s = self._prefills.solved()
@@ -115,10 +118,14 @@ class StepMeter:
         self._first.clear()
 
     def prefill_s(self, tokens: int) -> float:
-        """Return how long computing ``tokens`` takes; infinite while too few steps were seen."""
+        """Return how long computing ``tokens`` takes; infinite before the first step.
+
+        While few steps were seen, a token takes as long as in these, warming up included.
+        """
         rates = self.rates()
         if rates is None:
-            return inf
+            with self._lock:
+                return tokens * self._first_s / self._tokens if self._tokens else inf
         return tokens * (rates.prefill_token_s + tokens / 2 * rates.attended_token_s)
 
     def rates(self) -> ComputeRates | None:

@@ -42,11 +42,16 @@ def test_the_parts_are_told_apart() -> None:
     assert rates.steps >= 190 and rates.tokens > 50_000
 
 
-def test_nothing_is_said_on_few_steps() -> None:
+def test_on_few_steps_only_what_a_prompt_takes_at_most_is_said() -> None:
+    """An engine that has just started should not wait for a slow disk longer than that."""
     meter = StepMeter()
+    meter.add(2.0, prefill_tokens=0, attended=0.0, decoding=1)  # it warms up
     assert meter.rates() is None and meter.prefill_s(1000) == inf
+    meter.add(0.5, prefill_tokens=4000, attended=8e6, decoding=3)
+    assert meter.prefill_s(1000) == pytest.approx(0.125)
+    meter = StepMeter()
     add(meter, random.Random(1), 46)
-    assert meter.rates() is None
+    assert meter.rates() is None and step_s(1000, 0, 0) < meter.prefill_s(1000) < 1
     add(meter, random.Random(1), 2)
     assert 0 < meter.prefill_s(1000) < 1
 
