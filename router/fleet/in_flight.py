@@ -315,8 +315,6 @@ class Ticket:
         replica.context_tokens += begun * self._prompt_tokens
         if after is Phase.ENDED:
             self._leave_queue(now_s)
-            if self.is_pulling and self._has_begun:
-                self._note_pulled()
             if self.first_leg is not None:
                 self.first_leg.finish(now_s, ok=False)
         return True
@@ -377,6 +375,8 @@ class Ticket:
 
         An answer of one token says nothing about it, such as that of a first leg.
         """
+        if self.is_pulling:
+            self._note_pulled()
         if output_tokens == 1:
             return
         if self._ttft_s is not None:
@@ -397,6 +397,7 @@ class Ticket:
                 self.replica.rates.note_pull(round(nbytes), seconds)
 
     def _note_pulled(self) -> None:
+        """Note what vLLM's metrics count of this answer; they leave out what was broken off."""
         pulled = self.replica.pulled
         pulled.ended += 1
         if self._counted_tokens is None:
