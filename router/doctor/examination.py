@@ -21,6 +21,7 @@ from router.doctor.replica_checks import (
     Examined,
     check_agent,
     check_nixl,
+    check_pulls,
     check_replica,
     check_tokens,
     hash_in_words,
@@ -395,6 +396,8 @@ async def _check(parts: CheckContext, seen: Examined, *, probe: bool) -> None:
     await check_events(parts, seen, feed, probe=probe)
     if probe and seen.config.nixl_role is not None:
         await check_nixl(session, seen)
+    if seen.config.nixl_role in DECODING_ROLES:
+        await check_pulls(session, seen, timeout_s)
 
 
 def _check_running(

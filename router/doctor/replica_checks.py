@@ -13,7 +13,13 @@ from router.doctor.findings import Section
 from router.doctor.http_probe import HttpAnswer, ProbeError, get, send
 from router.feeds.feeds import KvFeed
 from router.feeds.kv_receiver import KvReceiver
-from router.feeds.replica_answers import authorization, model_entries, served_models
+from router.feeds.replica_answers import (
+    authorization,
+    fetch,
+    model_entries,
+    pulled,
+    served_models,
+)
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica
 from router.lmcache.server_client import LmcacheServerClient, LmcacheServerError
@@ -311,6 +317,28 @@ async def check_nixl(session: aiohttp.ClientSession, seen: Examined) -> None:
     else:
         at = f"{params.get('remote_host')}:{params.get('remote_port')}"
         seen.section.ok("nixl", f"NixlConnector runs; other replicas reach it at {at}")
+
+
+_LEAST_PULLED_BYTES: Final = 100e6
+"""Fewer say little about the speed."""
+_SLOW_PULLS_BYTES_PER_S: Final = 1e9
+
+
+async def check_pulls(session: aiohttp.ClientSession, seen: Examined, timeout_s: float) -> None:
+    """Check how fast a replica has pulled KV from others so far, by its own metrics."""
+    metrics = await fetch(session, seen.config, "/metrics", timeout_s=timeout_s)
+    nbytes, seconds = pulled((metrics or b"").decode(errors="replace"))
+    if nbytes < _LEAST_PULLED_BYTES or seconds <= 0:
+        return
+    found = f"it has pulled KV at {nbytes / seconds / 1e9:.2g} GB/s"
+    if nbytes / seconds >= _SLOW_PULLS_BYTES_PER_S:
+        seen.section.ok("nixl-pulls", found)
+        return
+    fix = (
+        "if its GPU and the others share a host without NVLink, start each vLLM with "
+        "UCX_CUDA_IPC_ENABLE_GET_ZCOPY=on; between hosts, see that UCX finds the fast network"
+    )
+    seen.section.note("nixl-pulls", f"{found}: computing may be faster", fix)
 
 
 _TEXT_FIX = "set tokenizer.path to the tokenizer of the model that runs there"

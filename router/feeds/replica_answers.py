@@ -6,6 +6,7 @@ The functions read vLLM's ``/v1/models`` and ``/metrics``, and LMCache's metrics
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from math import isfinite
 from typing import Final
 
 import aiohttp
@@ -25,6 +26,7 @@ _CACHE_CONFIG: Final = "vllm:cache_config_info"
 """vLLM's gauge whose labels are its cache's settings; one for each engine of a replica."""
 
 _LOAD: Final = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+_PULLED: Final = ("vllm:nixl_bytes_transferred_sum", "vllm:nixl_xfer_time_seconds_sum")
 SLEEP_STATE: Final = "vllm:engine_sleep_state{"
 _LEAST_TOKENS: Final = 2048
 """Fewer tokens, prefilled or loaded, say little about the speed."""
@@ -113,14 +115,26 @@ def authorization(config: ReplicaConfig) -> dict[str, str]:
 
 def load(metrics: str) -> tuple[int, int]:
     """Return how many requests run and wait, from vLLM's gauges; none where it does not tell."""
-    counts = dict.fromkeys(_LOAD, 0)
+    running, waiting = _sums(metrics, _LOAD)
+    return int(running), int(waiting)
+
+
+def pulled(metrics: str) -> tuple[float, float]:
+    """Return the bytes that vLLM has pulled by NixlConnector, and the seconds that this took."""
+    nbytes, seconds = _sums(metrics, _PULLED)
+    return nbytes, seconds
+
+
+def _sums(metrics: str, names: Sequence[str]) -> Iterable[float]:
+    """Return the sum of each metric over the engines of a replica."""
+    sums = dict.fromkeys(names, 0.0)
     for line in metrics.splitlines():
         name = line.partition("{")[0].partition(" ")[0]
-        if name in counts:
-            with suppress(ValueError, OverflowError):  # no number: other engines' are counted
-                counts[name] += int(float(line.rpartition(" ")[2]))
-    running, waiting = counts.values()
-    return running, waiting
+        if name in sums:
+            with suppress(ValueError):  # no number: other engines' are counted
+                if isfinite(value := float(line.rpartition(" ")[2])):
+                    sums[name] += value
+    return sums.values()
 
 
 def sleeps(metrics: str) -> bool:

@@ -13,6 +13,7 @@ from bench.replica.tiers import wait_until
 from router.config.settings import NixlRole, ReplicaConfig, RouterConfig
 from router.doctor.examination import examine
 from router.doctor.findings import Level
+from router.feeds.replica_answers import fetch, pulled
 from router.proxy.remote_prefill import RemotePrefill
 from router.record.records import Cause, Outcome
 from tests.nixl.conftest import LEASE_S
@@ -23,6 +24,8 @@ from tests.router.doctor.replicas import found
 pytestmark = pytest.mark.nixl
 Servers = dict[str, NixlServer]
 TOKENS = 3000
+KV_BYTES_PER_TOKEN = 8192
+"""Of the small model: keys and values of 8 layers, 4 heads of 64, 2 bytes each."""
 USAGE = "kv_cache_usage_perc"
 
 
@@ -75,6 +78,9 @@ async def test_a_prompt_prefilled_elsewhere_gets_the_answer_that_it_gets_locally
         # What it pulled it holds: the second time nothing is pulled, and the lender is told.
         left = servers["one"].sample("prompt_tokens_by_source", 'source="local_compute"')
         assert left - computed < 300, "the decoder computed less than two blocks each time"
+        page = await fetch(made.client, servers["one"].config, "/metrics", timeout_s=30.0)
+        nbytes, seconds = pulled((page or b"").decode())
+        assert nbytes > 2 * 0.8 * TOKENS * KV_BYTES_PER_TOKEN and 0 < seconds < 60
         # In less time than a lease lasts.
         await asyncio.to_thread(until_free, servers["two"], LEASE_S / 2)
         await asyncio.to_thread(until_free, servers["one"], LEASE_S / 2)

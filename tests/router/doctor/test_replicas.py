@@ -317,6 +317,32 @@ async def test_nixl_connector_is_probed_where_a_role_says_that_it_runs() -> None
 
 
 @pytest.mark.parametrize(
+    ("nbytes", "level", "told"),
+    [
+        (90e6, None, ""),
+        (1.5e9, Level.NOTE, "at 0.38 GB/s: computing may be faster"),
+        (40e9, Level.OK, "at 10 GB/s"),
+    ],
+)
+async def test_slow_pulls_are_told(nbytes: float, level: Level | None, told: str) -> None:
+    async with two() as (one, _, entries):
+        entries[0]["nixl_role"], entries[1]["nixl_role"] = "decode", "prefill"
+        one.metrics = (
+            f'vllm:nixl_bytes_transferred_sum{{engine="0"}} {nbytes}\n'
+            'vllm:nixl_xfer_time_seconds_sum{engine="0"} 4.0\n'
+        )
+        report = await examined(*entries)
+    assert told in found(report, level or Level.OK).get(("one", "nixl-pulls"), "")
+    levels = [
+        each.level
+        for section in report.sections
+        for each in section.findings
+        if each.check == "nixl-pulls"
+    ]
+    assert levels == ([] if level is None else [level])
+
+
+@pytest.mark.parametrize(
     ("roles", "alone"),
     [
         (("both", "both"), set()),
