@@ -145,6 +145,12 @@ class FailoverStore:
         of before. Raises `BenchError`.
         """
         old, new = self.master, self._replica
+        until_s = time.monotonic() + _READY_S
+        # It learns of replicas from their master, every 10 s: from a dead one it never does.
+        while not await self._is_known(new):
+            if time.monotonic() > until_s:
+                raise BenchError("the Sentinel does not find the store's replica")
+            await asyncio.sleep(_POLL_S)
         if kills:
             old.kill()
         until_s = time.monotonic() + _READY_S
@@ -165,6 +171,10 @@ class FailoverStore:
             await self._start(old, of=new)
         else:
             await old.do("REPLICAOF", HOST, str(new.port))
+
+    async def _is_known(self, replica: RedisServer) -> bool:
+        told = await self._sentinel.do("SENTINEL", "REPLICAS", _SERVICE)
+        return f"{HOST}:{replica.port}" in told.split()
 
     async def _has_begun(self) -> bool:
         try:

@@ -26,7 +26,7 @@ from router.fleet.replica import Replica, ReplicaState
 from router.proxy.remote_prefill import RemotePrefill
 from router.proxy.upstream import ReplicaAnswer
 from router.record.records import Cause, RequestRecord
-from simulator.openai_prompts import text_of
+from simulator.openai_prompts import NUM_WORDS, text_of
 from tests.router.conftest import Running, Wait, eventually, run_router  # noqa: F401
 from tests.router.proxy.helpers import prefilling_at
 from tests.simulator.nixl_fleet import NixlFleet, nixl_fleet
@@ -164,6 +164,11 @@ async def test_a_router_that_stood_still_lets_nobody_pull(
         assert answer["choices"][0]["text"] == fleet.answer(PROMPT, TOKENS)
 
 
+def words_from(first: int, count: int) -> str:
+    """Return a text of ``count`` words, which begins again after the last one."""
+    return text_of(word % NUM_WORDS for word in range(first, first + count))
+
+
 async def test_the_router_itself_decides_which_prompts_are_prefilled_elsewhere(
     tmp_path: Path,
     eventually: Wait,  # noqa: F811
@@ -178,11 +183,11 @@ async def test_the_router_itself_decides_which_prompts_are_prefilled_elsewhere(
             """Three turns with long answers, and then a long new prompt."""
             ends = []
             for turn in range(3):
-                text = text_of(range(300 * number, 300 * number + 400 * (turn + 1)))
+                text = words_from(300 * number, 400 * (turn + 1))
                 ends.append(
                     await one_answer(client, router, fleet, text, streamed=True, tokens=300)
                 )
-            text = text_of(range(37 * number, 37 * number + 9000))
+            text = words_from(37 * number, 9000)
             ends.append(await one_answer(client, router, fleet, text, streamed=True, tokens=24))
             return ends
 
