@@ -77,6 +77,12 @@ class Fleet:
         return await run_router(self.stack, replace(config, **changes))
 
 
+@pytest.fixture(autouse=True)
+def patient_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router's first request finds the replicas compared, on a slow machine too."""
+    monkeypatch.setattr("router.feeds.health_monitor._FIRST_PROBES_S", 30.0)
+
+
 async def run_router(
     stack: AsyncExitStack, config: RouterConfig, *, file: ConfigFile | None = None
 ) -> Running:

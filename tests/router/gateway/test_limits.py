@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import socket
 from typing import Any
 
 import aiohttp
@@ -11,13 +12,14 @@ from aiohttp import web
 
 from router.config.settings import AdmissionConfig, PrefetchConfig, TimeoutsConfig
 from tests.router.conftest import Wait
-from tests.router.gateway.conftest import CHAT, Gateway, chat
+from tests.router.gateway.conftest import CHAT, Gateway, Settings, chat
 from tests.router.scripted import CHAT_ANSWER, json_answer
 
 MIB = 1 << 20
-PIECE = b"x" * MIB
-MOST_IN_BUFFERS = 24 * MIB
-"""Of Envoy and of four sockets, whose buffers grow to 6 MB each."""
+PIECE = b"x" * (64 << 10)
+SOCKET_BYTES = 64 << 10
+MOST_IN_BUFFERS = 4 * MIB
+"""Of Envoy, which has 1 MiB for each connection, and of four sockets that do not grow."""
 
 
 def short(**changes: float) -> TimeoutsConfig:
@@ -71,9 +73,31 @@ async def test_a_large_body_is_sent_again_to_the_next(
     assert len(gateway.two.seen[0].body) > 20 * MIB
 
 
+def with_small_sockets(settings: Settings) -> Settings:
+    """Have the kernel keep little for Envoy: by itself, buffers grow to tens of megabytes."""
+
+    def fixed(option: int, state: str) -> dict[str, Any]:
+        return {
+            "socket_options": [
+                {
+                    "level": socket.SOL_SOCKET,
+                    "name": option,
+                    "int_value": SOCKET_BYTES,
+                    "state": state,
+                }
+            ]
+        }
+
+    (listener,) = settings["static_resources"]["listeners"]
+    listener |= fixed(socket.SO_SNDBUF, "STATE_PREBIND")
+    replicas = settings["static_resources"]["clusters"][0]
+    replicas["upstream_bind_config"] = fixed(socket.SO_RCVBUF, "STATE_PREBIND")
+    return settings
+
+
 @pytest.mark.slow
 async def test_a_client_that_never_reads_makes_its_replica_wait(
-    gateway: Gateway, client: aiohttp.ClientSession, eventually: Wait
+    gateway: Gateway, eventually: Wait
 ) -> None:
     sent_bytes = 0
     waits = asyncio.Event()
@@ -82,6 +106,9 @@ async def test_a_client_that_never_reads_makes_its_replica_wait(
         nonlocal sent_bytes
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
+        assert request.transport is not None
+        made = request.transport.get_extra_info("socket")
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
         while True:
             write = asyncio.ensure_future(response.write(PIECE))
             try:
@@ -92,10 +119,18 @@ async def test_a_client_that_never_reads_makes_its_replica_wait(
             sent_bytes += len(PIECE)
 
     gateway.one.will(endless)
-    picker, _ = await gateway.both()
-    answer = await client.post(picker.url + CHAT, json=chat(stream=True))
-    await waits.wait()
-    assert sent_bytes < MOST_IN_BUFFERS
-    answer.close()
-    await gateway.one.aborted.wait()
-    await eventually(lambda: picker.in_flight() == 0)
+    picker, _ = await gateway.both(with_small_sockets)
+
+    def small(address: aiohttp.AddrInfoType) -> socket.socket:
+        made = socket.socket(*address[:3])
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)
+        return made
+
+    connector = aiohttp.TCPConnector(socket_factory=small)
+    async with aiohttp.ClientSession(connector=connector) as client:
+        answer = await client.post(picker.url + CHAT, json=chat(stream=True))
+        await waits.wait()
+        assert sent_bytes < MOST_IN_BUFFERS
+        answer.close()
+        await gateway.one.aborted.wait()
+        await eventually(lambda: picker.in_flight() == 0)
