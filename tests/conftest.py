@@ -17,7 +17,7 @@ hypothesis.settings.register_profile("long", deadline=None, print_blob=True, max
 hypothesis.settings.load_profile("no-deadline")
 
 _GROUPS = {
-    # One vLLM at a time, on one core, in ordinary memory: it may run beside a fleet.
+    # One vLLM at a time, on one core, in ordinary memory: it may run while a fleet does.
     "identity": ("tests/e2e/test_identity.py",),
     # Two fleets at once would wait for each other's cores, and huge pages and shared memory are
     # the machine's: who counts them has them alone.

@@ -25,6 +25,7 @@ from typing import Any, Final
 from bench.command import origin, positive, work_directory, write_report
 from bench.environments import NotInstalledError
 from bench.nixl.environment import install, server_environment
+from bench.nixl.server import pull
 from bench.replica import local
 from bench.replica.model import LARGE_KV, VOCAB_SIZE, make_model
 from bench.replica.tiers import ReplicaTiers, call
@@ -74,12 +75,6 @@ class Replica(ReplicaTiers):
             config.with_suffix(".log"),
         )
 
-    def complete(self, prompt: Sequence[int], **more: Any) -> dict[str, Any]:
-        """Return the answer to a prompt, one token long."""
-        body = {"model": _MODEL, "prompt": [*prompt], "max_tokens": 1, "temperature": 0, **more}
-        answer: dict[str, Any] = call(f"{self.url}/v1/completions", body, timeout_s=300)
-        return answer
-
     def empty(self) -> None:
         """Leave no KV, neither in the GPU cache nor in CPU RAM."""
         self.empty_gpu()
@@ -104,18 +99,13 @@ def _by_agent(home: Replica, other: Replica, prompt: Sequence[int]) -> dict[str,
     return other.complete(prompt)
 
 
-def _by_nixl(home: Replica, other: Replica, prompt: Sequence[int]) -> dict[str, Any]:
-    lent = home.complete(prompt, kv_transfer_params={"do_remote_decode": True})
-    return other.complete(prompt, kv_transfer_params=lent["kv_transfer_params"])
-
-
 def measure(kind: str, home: Replica, other: Replica, prompt: Sequence[int]) -> tuple[float, str]:
     """Return the seconds to the first token at ``other``, and that token."""
     ways: dict[str, Callable[[], dict[str, Any]]] = {
         "compute": lambda: other.complete(prompt),
         "agent, ram": lambda: _by_agent(home, other, prompt),
-        "nixl, gpu": lambda: _by_nixl(home, other, prompt),
-        "nixl, ram": lambda: _by_nixl(home, other, prompt),
+        "nixl, gpu": lambda: pull(other, home, prompt),
+        "nixl, ram": lambda: pull(other, home, prompt),
     }
     other.empty()
     if kind == "nixl, ram":

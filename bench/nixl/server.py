@@ -6,11 +6,11 @@ import re
 import signal
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count, permutations
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from bench.nixl.environment import server_environment
 from bench.replica.local import (
@@ -19,10 +19,11 @@ from bench.replica.local import (
     replica_environment,
 )
 from bench.replica.text import real_text
-from bench.replica.tiers import Vllm, call, wait_until
+from bench.replica.tiers import Vllm, wait_until
 from cacheengine.launch.vllm_launch import free_ports
 from router.config.settings import ReplicaConfig
 from router.launch.processes import ProcessGroup
+from router.prompt.request_body import REMOTE_DECODE
 
 _HANDSHAKE_TOKENS: Final = 300
 _HANDSHAKE_SEED: Final = 1_000_000
@@ -136,28 +137,33 @@ def started_pair(
         each.start()
     for each in made.values():
         each.wait_ready()
-    for lender, puller in permutations(made.values()):
-        # On a busy machine a handshake may take longer than the 5 s that vLLM waits for it.
-        pulls = partial(_pulls, puller, lender, count())
-        wait_until(f"{puller.name} pulls from {lender.name}", pulls, timeout_s=120.0)
+    shake_hands(*made.values())
     return made
 
 
-def _pulls(puller: NixlServer, lender: NixlServer, seeds: Iterator[int]) -> bool:
+def shake_hands(*servers: Vllm) -> None:
+    """Have each server pull from each other one.
+
+    On a busy machine the first handshake may take longer than the 5 s that vLLM waits for it.
+    """
+    for lender, puller in permutations(servers, 2):
+        pulls = partial(_pulls, puller, lender, count())
+        wait_until(f"{puller.name} pulls from {lender.name}", pulls, timeout_s=120.0)
+
+
+def _pulls(puller: Vllm, lender: Vllm, seeds: Iterator[int]) -> bool:
     """Whether one server pulls the KV of a new prompt from another one."""
-    body = {
-        "model": lender.model,
-        "prompt": real_text(_HANDSHAKE_TOKENS, seed=_HANDSHAKE_SEED + next(seeds)),
-        "max_tokens": 1,
-    }
-    lent = call(
-        f"{lender.url}/v1/completions", {**body, "kv_transfer_params": {"do_remote_decode": True}}
-    )
     try:
-        call(
-            f"{puller.url}/v1/completions",
-            {**body, "kv_transfer_params": lent["kv_transfer_params"]},
-        )
+        pull(puller, lender, real_text(_HANDSHAKE_TOKENS, seed=_HANDSHAKE_SEED + next(seeds)))
     except OSError:
         return False
     return True
+
+
+def pull(puller: Vllm, lender: Vllm, prompt: str | Sequence[int]) -> dict[str, Any]:
+    """Have one vLLM prefill a prompt, and return the answer of another one that pulls its KV.
+
+    Raises OSError (urllib's own).
+    """
+    lent = lender.complete(prompt, kv_transfer_params=REMOTE_DECODE)
+    return puller.complete(prompt, kv_transfer_params=lent["kv_transfer_params"])

@@ -101,6 +101,12 @@ class Vllm:
         tokens: list[int] = call(f"{self.url}/tokenize", body)["tokens"]
         return tokens
 
+    def complete(self, prompt: str | Sequence[int], **more: object) -> dict[str, Any]:
+        """Return the answer to a prompt, one token long."""
+        body = {"model": self.model, "prompt": prompt, "max_tokens": 1, "temperature": 0, **more}
+        answer: dict[str, Any] = call(f"{self.url}/v1/completions", body, timeout_s=300)
+        return answer
+
     def empty_gpu(self) -> None:
         """Empty the GPU tier, and have vLLM tell so to whom it tells its events.
 

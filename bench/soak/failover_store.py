@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
 
@@ -96,6 +97,15 @@ class RedisServer:
         return output.decode()
 
 
+async def _until(is_so: Callable[[], Awaitable[bool]], until_s: float, problem: str) -> None:
+    """Return when something has become so. Raises `BenchError` with the problem after ``until_s``,
+    a time of `time.monotonic`."""
+    while not await is_so():
+        if time.monotonic() > until_s:
+            raise BenchError(problem)
+        await asyncio.sleep(_POLL_S)
+
+
 class FailoverStore:
     """A master that `start` makes, a replica that can become the master, and their Sentinel."""
 
@@ -147,24 +157,16 @@ class FailoverStore:
         old, new = self.master, self._replica
         until_s = time.monotonic() + _READY_S
         # It learns of replicas from their master, every 10 s: from a dead one it never does.
-        while not await self._is_known(new):
-            if time.monotonic() > until_s:
-                raise BenchError("the Sentinel does not find the store's replica")
-            await asyncio.sleep(_POLL_S)
+        problem = "the Sentinel does not find the store's replica"
+        await _until(lambda: self._tells("REPLICAS", f"{HOST}:{new.port}"), until_s, problem)
         if kills:
             old.kill()
         until_s = time.monotonic() + _READY_S
         # Refused while the Sentinel does not know the replica well yet.
-        while not await self._has_begun():
-            if time.monotonic() > until_s:
-                raise BenchError("the Sentinel promotes no replica of the store")
-            await asyncio.sleep(_POLL_S)
-        while str(new.port) not in await self._sentinel.do(
-            "SENTINEL", "GET-MASTER-ADDR-BY-NAME", _SERVICE
-        ):
-            if time.monotonic() > until_s:
-                raise BenchError("the store's replica does not become its master")
-            await asyncio.sleep(_POLL_S)
+        await _until(self._has_begun, until_s, "the Sentinel promotes no replica of the store")
+        problem = "the store's replica does not become its master"
+        question, port = "GET-MASTER-ADDR-BY-NAME", str(new.port)
+        await _until(lambda: self._tells(question, port), until_s, problem)
         self.master, self._replica = new, old
         await asyncio.sleep(lasts_s)
         if kills:
@@ -172,9 +174,9 @@ class FailoverStore:
         else:
             await old.do("REPLICAOF", HOST, str(new.port))
 
-    async def _is_known(self, replica: RedisServer) -> bool:
-        told = await self._sentinel.do("SENTINEL", "REPLICAS", _SERVICE)
-        return f"{HOST}:{replica.port}" in told.split()
+    async def _tells(self, question: str, word: str) -> bool:
+        """Whether the Sentinel's answer about the service has a word."""
+        return word in (await self._sentinel.do("SENTINEL", question, _SERVICE)).split()
 
     async def _has_begun(self) -> bool:
         try:

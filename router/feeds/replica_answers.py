@@ -5,8 +5,6 @@ The functions read vLLM's ``/v1/models`` and ``/metrics``, and LMCache's metrics
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from math import isfinite
 from typing import Final
 
 import aiohttp
@@ -15,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from router.config.settings import ReplicaConfig
 from router.fleet.cost_model import CostPart
-from router.fleet.counter_speeds import SpeedCounters
+from router.fleet.counter_speeds import SpeedCounters, series_of
 from router.prompt.prompt_source import ServedModel
 from warmroute_common.config_reader import describe
 from warmroute_common.connection_errors import connection_problem
@@ -125,16 +123,9 @@ def pulled(metrics: str) -> tuple[float, float]:
     return nbytes, seconds
 
 
-def _sums(metrics: str, names: Sequence[str]) -> Iterable[float]:
+def _sums(metrics: str, names: Sequence[str]) -> list[float]:
     """Return the sum of each metric over the engines of a replica."""
-    sums = dict.fromkeys(names, 0.0)
-    for line in metrics.splitlines():
-        name = line.partition("{")[0].partition(" ")[0]
-        if name in sums:
-            with suppress(ValueError):  # no number: other engines' are counted
-                if isfinite(value := float(line.rpartition(" ")[2])):
-                    sums[name] += value
-    return sums.values()
+    return [sum(value for _, value in each) for each in series_of(metrics, names).values()]
 
 
 def sleeps(metrics: str) -> bool:

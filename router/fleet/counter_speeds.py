@@ -1,7 +1,7 @@
 """Speeds from the counters in a server's metrics, by their growth between two readings. Pure."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
@@ -110,13 +110,12 @@ class CounterSpeeds:
         return speeds
 
 
-def _totals(
-    metrics: str, counters: Sequence[SpeedCounters], others: Mapping[CostPart, Others]
-) -> dict[SpeedCounters, _Totals]:
-    """Return the sums over the series of each counter; 0 for what is not there."""
-    named: dict[str, list[tuple[str, float]]] = {
-        name: [] for each in counters for name in (each.amount, each.time)
-    }
+def series_of(metrics: str, names: Iterable[str]) -> dict[str, list[tuple[str, float]]]:
+    """Return the series of some metrics in Prometheus' text format: their labels and values.
+
+    What is no finite number is left out.
+    """
+    named: dict[str, list[tuple[str, float]]] = {name: [] for name in names}
     # All of it takes a real parser many milliseconds of the event loop.
     for line in metrics.splitlines():
         series, _, value = line.rpartition(" ")
@@ -125,6 +124,14 @@ def _totals(
             with suppress(ValueError):
                 if isfinite(number := float(value)):
                     named[name].append((labels, number))
+    return named
+
+
+def _totals(
+    metrics: str, counters: Sequence[SpeedCounters], others: Mapping[CostPart, Others]
+) -> dict[SpeedCounters, _Totals]:
+    """Return the sums over the series of each counter; 0 for what is not there."""
+    named = series_of(metrics, [name for each in counters for name in (each.amount, each.time)])
 
     def values(name: str, labels: str) -> list[float]:
         return [value for found, value in named[name] if re.search(labels, found)]

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.nixl
 Servers = dict[str, NixlServer]
 TOKENS = 3000
 KV_BYTES_PER_TOKEN = 8192
-"""Of the small model: keys and values of 8 layers, 4 heads of 64, 2 bytes each."""
+"""The small model has keys and values of 8 layers, 4 heads of 64, 2 bytes each."""
 USAGE = "kv_cache_usage_perc"
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.nixl.environment import path, server_environment
+from bench.nixl.server import shake_hands
 from bench.replica.text import real_text
 from cacheengine.launch.vllm_launch import free_ports
 from router.config.settings import ReplicaConfig
@@ -43,6 +44,7 @@ def replicas(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
             for index, name in enumerate(("one", "two"))
         ]
         start_together(*made)
+        shake_hands(*made)
         yield made
 
 

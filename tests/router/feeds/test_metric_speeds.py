@@ -95,7 +95,7 @@ def test_what_says_nothing_about_the_speed_is_left_out() -> None:
 
     assert read(3.0, 24_000, Others(0.0, 0.0)) == []
     assert read(4.125, 36_000, Others(8_000, 0.125)) == [Speed(CostPart.PREFILL, 4_000.0, 36_000)]
-    assert read(4.25, 44_000, Others(16_000, 0.255)) == []
+    assert read(4.25, 44_000, Others(16_000, 0.25)) == []
     # This time says nothing, and does not count later.
     assert read(5.25, 52_000, Others(16_000, 0.25, are_known=False)) == []
     assert read(6.25, 56_000, Others(16_000, 0.25)) == [Speed(CostPart.PREFILL, 4_000.0, 56_000)]

@@ -149,7 +149,7 @@ async def test_what_the_metrics_of_the_replica_that_pulls_count_as_computed_is_n
     cached: dict[str, Any],
     expected: PulledAnswers,
 ) -> None:
-    """Of nine tokens vLLM takes those that the prefiller had cached for cached here."""
+    """vLLM counts the tokens that the prefiller had cached as cached at this replica."""
     async with three(fleet, monkeypatch) as (router, _):
         fleet.two.will(json_answer({**CHAT_ANSWER, "kv_transfer_params": PARAMS | cached}))
         async with client.post(router.url + CHAT, json=ASK) as response:
