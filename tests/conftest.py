@@ -10,6 +10,8 @@ from typing import Any
 import hypothesis
 import pytest
 
+from cacheengine.launch import vllm_launch
+
 # Examples are judged by what they show, not by how long a busy machine takes for them.
 hypothesis.settings.register_profile("no-deadline", deadline=None, print_blob=True)
 # For tests/fuzz, with --hypothesis-profile=long: minutes for each port.
@@ -79,9 +81,16 @@ itself names the test that ran, and nothing else."""
 
 
 def pytest_configure() -> None:
-    if "PYTEST_XDIST_WORKER" not in os.environ:
+    if (worker := os.environ.get("PYTEST_XDIST_WORKER")) is None:
         for old in _STACKS.glob("*"):
             old.unlink()
+        return
+    # Each process has ports of its own to choose from: some are taken long after they were chosen.
+    of = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    number, ports = int(worker.removeprefix("gw")) % of, vllm_launch._PORTS
+    size = len(ports) // of
+    own = ports[number * size : (number + 1) * size]
+    pytest.MonkeyPatch().setattr(vllm_launch, "_PORTS", own)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -71,13 +71,20 @@ PATIENT = "timeout_s=60&connect_timeout_s=60"
 class RedisProcess(ServerProcess):
     """One server that keeps everything in memory, in a directory of its own."""
 
-    def __init__(self, program: Program, directory: Path, *options: str, tls: bool = False) -> None:
+    def __init__(
+        self,
+        program: Program,
+        directory: Path,
+        *options: str,
+        tls: bool = False,
+        port: int | None = None,
+    ) -> None:
         super().__init__(directory / "log")
         self._program = program
         self._directory = directory
         self._options = options
         self._port_option = "--tls-port" if tls else "--port"
-        (self.port,) = free_ports(1)
+        self.port = port or free_ports(1)[0]
         self.socket_path = str(directory / "s")
 
     @property
@@ -111,11 +118,15 @@ class RedisProcess(ServerProcess):
 
 @contextmanager
 def running(
-    program: Program, directory: Path, *options: str, tls: bool = False
+    program: Program,
+    directory: Path,
+    *options: str,
+    tls: bool = False,
+    port: int | None = None,
 ) -> Iterator[RedisProcess]:
     """Run a server for the time of the block."""
     directory.mkdir(parents=True, exist_ok=True)
-    server = RedisProcess(program, directory, *options, tls=tls)
+    server = RedisProcess(program, directory, *options, tls=tls, port=port)
     try:
         server.start()
         yield server
@@ -169,12 +180,14 @@ def running_cluster(
     program: Program, directory: Path, *options: str, size: int = 3
 ) -> Iterator[list[RedisProcess]]:
     """Run a cluster whose nodes share the hash slots evenly."""
-    bus_ports = free_ports(size)
+    # All at once: a port that no node listens on yet could be chosen again.
+    ports = free_ports(2 * size)
+    bus_ports = ports[size:]
     with ExitStack() as stack:
         nodes = []
-        for number, bus_port in enumerate(bus_ports):
+        for number, (port, bus_port) in enumerate(zip(ports[:size], bus_ports, strict=True)):
             mode = ("--cluster-enabled", "yes", "--cluster-port", str(bus_port), *options)
-            node = stack.enter_context(running(program, directory / str(number), *mode))
+            node = stack.enter_context(running(program, directory / str(number), *mode, port=port))
             node.do("CLUSTER SET-CONFIG-EPOCH", str(number + 1))
             first, end = 16384 * number // size, 16384 * (number + 1) // size
             node.do("CLUSTER ADDSLOTSRANGE", str(first), str(end - 1))

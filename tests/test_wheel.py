@@ -17,7 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from bench.replica.tiers import call
+from bench.replica.tiers import call, wait_until
 from tools.relock import pinned
 
 pytestmark = pytest.mark.slow
@@ -180,6 +180,8 @@ def test_a_fleet_is_simulated_routed_and_asked(environment: Path, tmp_path: Path
         config.write_text(json.dumps(configuration(where)))
         with running(environment, "serve", "--config", str(config)) as router:
             url = base_url(router)
+            # A slow machine's router begins before it has asked its replicas.
+            wait_until("the model is known", lambda: bool(call(f"{url}/v1/models")["data"]))
             (model,) = call(f"{url}/v1/models")["data"]
             asked = {"model": model["id"], "prompt": "say yes", "max_tokens": 3}
             answer = call(f"{url}/v1/completions", asked)

@@ -13,8 +13,10 @@ from cacheengine.tiers.redis_cluster import open_redis
 from cacheengine.tiers.redis_store import RedisServer, RedisStore
 from cacheengine.tiers.remote_url import parse_remote_url
 from cacheengine.tiers.store import Blob, BlobStore, ReadTarget, StoreError
+from tests.cacheengine.helpers import wait_until
 from tests.cacheengine.tiers.fake_library import fake_library
-from tests.servers import redis_program, running_cluster
+from tests.contract.test_tiers import PATIENT_S, answers
+from tests.servers import PATIENT, redis_program, running_cluster
 
 STAND_INS = Path(__file__).parents[1] / "stand_ins"
 MIB = 1024 * 1024
@@ -25,25 +27,31 @@ Open = Callable[[], BlobStore]
 
 @pytest.fixture(scope="module")
 def redis(redis_url: str) -> Open:
-    return lambda: RedisStore(RedisServer.from_url(parse_remote_url(redis_url)))
+    return lambda: RedisStore(RedisServer.from_url(parse_remote_url(f"{redis_url}?{PATIENT}")))
 
 
 @pytest.fixture(scope="module")
 def valkey(valkey_url: str) -> Open:
-    return lambda: RedisStore(RedisServer.from_url(parse_remote_url(valkey_url)))
+    return lambda: RedisStore(RedisServer.from_url(parse_remote_url(f"{valkey_url}?{PATIENT}")))
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]:
     with running_cluster(redis_program(), tmp_path_factory.mktemp("cluster")) as nodes:
-        url = f"redis-cluster://127.0.0.1:{nodes[0].port}"
+        url = f"redis-cluster://127.0.0.1:{nodes[0].port}?{PATIENT}"
         yield lambda: open_redis(RedisServer.from_url(parse_remote_url(url)))
 
 
 @pytest.fixture(scope="module")
 def mooncake(mooncake_url: str) -> Open:
     extra = {"global_segment_size": 64 * MIB, "local_buffer_size": 64 * MIB}
-    return lambda: MooncakeStore.connect(mooncake_url, extra, environment={})
+
+    def open_() -> BlobStore:
+        store = MooncakeStore.connect(mooncake_url, extra, PATIENT_S, environment={})
+        wait_until(lambda: answers(store))  # a busy machine takes seconds to connect it
+        return store
+
+    return open_
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +59,14 @@ def infinistore() -> Iterator[Open]:
     """Against a stand-in of the client's library, for what is ours: see `InfiniStore`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(STAND_INS))
-        yield lambda: InfiniStore.connect("infinistore://here:1/?buffer_mib=16", {})
+        url = "infinistore://here:1/?buffer_mib=16"
+        yield lambda: InfiniStore.connect(url, {}, timeout_s=PATIENT_S)
 
 
 @pytest.fixture(scope="module")
 def hosted() -> Iterator[Open]:
     yield lambda: HostedStore(
-        fake_library(), memory_bytes=16 * MIB, memory_setting="", timeout_s=5.0
+        fake_library(), memory_bytes=16 * MIB, memory_setting="", timeout_s=PATIENT_S
     )
 
 

@@ -20,6 +20,9 @@ from tests.servers import PATIENT
 
 CHUNK_BYTES = 3 * 512 * 1024 + 17  # several pieces, the last one odd
 
+PATIENT_S = 60.0
+"""As `PATIENT` is: a busy machine may take long for a call."""
+
 OpenTier = Callable[[], Tier]
 MakeTier = Callable[[pytest.FixtureRequest], Callable[[Path], Tier]]
 
@@ -28,8 +31,8 @@ MakeTier = Callable[[pytest.FixtureRequest], Callable[[Path], Tier]]
 def mooncake_keeper(mooncake_url: str) -> Iterator[str]:
     """A client that keeps all chunks: those in a client's own segment go with it."""
     extra = {"global_segment_size": 64 * 1024 * 1024}
-    keeper = MooncakeStore.connect(mooncake_url, extra, environment={})
-    wait_until(lambda: _answers(keeper))
+    keeper = MooncakeStore.connect(mooncake_url, extra, PATIENT_S, environment={})
+    wait_until(lambda: answers(keeper))
     yield mooncake_url
     keeper.close()
 
@@ -60,14 +63,15 @@ def _mooncake(request: pytest.FixtureRequest) -> Callable[[Path], Tier]:
     url = request.getfixturevalue("mooncake_keeper")
 
     def open_(root: Path) -> Tier:
-        store = MooncakeStore.connect(url, {"global_segment_size": 0}, environment={})
-        wait_until(lambda: _answers(store))  # a busy machine takes seconds to connect it
+        store = MooncakeStore.connect(url, {"global_segment_size": 0}, PATIENT_S, environment={})
+        wait_until(lambda: answers(store))  # a busy machine takes seconds to connect it
         return RemoteTier(store, root.name, CHUNK_BYTES, make_serde("naive", "bfloat16"))
 
     return open_
 
 
-def _answers(store: BlobStore) -> bool:
+def answers(store: BlobStore) -> bool:
+    """Whether a store is connected."""
     with contextlib.suppress(StoreError):
         store.exists(["anything"])
         return True

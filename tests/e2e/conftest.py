@@ -59,7 +59,8 @@ def fleet(
                 "controller_url": f"localhost:{ports[7]}",
                 "distributed_url": f"localhost:{ports[4 + i]}",
                 "lmcache_instance_id": f"lmcache_instance_{i + 1}",
-                "lmcache_worker_heartbeat_time": 1,
+                # The controller forgets an agent that is late by three of them.
+                "lmcache_worker_heartbeat_time": 5,
                 # Of which there are none: it serves all tests from ordinary ones.
                 "local_cpu_use_hugepages": i == 0,
             },

@@ -8,6 +8,7 @@ import pytest
 from router.launch.processes import ProcessGroup
 from tests.e2e.serving import (
     CHUNK_TOKENS,
+    MAX_MODEL_TOKENS,
     Replica,
     chunk_hexes,
     fresh_prompt,
@@ -41,7 +42,8 @@ def replica(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def test_chunks_that_found_no_room_are_stored_while_the_request_runs(replica: Replica) -> None:
     """vLLM offers a prompt's chunks once; chunks refused because the pool is full come again."""
     prompt = fresh_prompt(PROMPT_CHUNKS * CHUNK_TOKENS + 5, seed=11)
-    replica.ask(prompt, max_tokens=400)
+    # It runs as long as it can: the disk has that time to make room.
+    replica.ask(prompt, max_tokens=MAX_MODEL_TOKENS - len(prompt))
     replica.settle()
     stored = {chunk.hex() for chunk in stored_chunks(replica.disk)}
     hexes = chunk_hexes(prompt)

@@ -60,6 +60,12 @@ def router(replicas: list[Replica], processes: ProcessGroup, tmp_path: Path) -> 
     settings = {"port": port, "replicas": listed, "access": access()}
     made = Router(processes, "router-waste", tmp_path, settings)
     made.start()
+    # Its start waits 1 s for that; prompts before are matched by their text.
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "Hello."}]}
+    wait_until(
+        "the router knows the replicas' tokens",
+        lambda: bool(call(f"{made.url}/explain", chat)["exact_tokens"]),
+    )
     yield made
     made.stop()
 

@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cacheengine.launch.vllm_launch import free_ports
+from tests.cacheengine.helpers import wait_until
 from tests.fuzz.bodies import CHAT
 from tests.fuzz.exchange import Port, request
 from tests.fuzz.json_text import dump, nearly
@@ -66,9 +67,13 @@ def clean(before_odd: tuple[Server, Port]) -> Iterator[None]:
     yield
     server, port = before_odd
     server.check()
-    got = port.send(request("/metrics", method="GET"), method="GET")
-    assert b"warmroute_in_flight" in got.body
-    assert not re.search(rb"^warmroute_in_flight\{[^}]*\} [1-9]", got.body, re.M), got.body
+
+    def is_idle() -> bool:
+        got = port.send(request("/metrics", method="GET"), method="GET")
+        assert b"warmroute_in_flight" in got.body
+        return not re.search(rb"^warmroute_in_flight\{[^}]*\} [1-9]", got.body, re.M)
+
+    wait_until(is_idle)  # a request is over a moment after its answer
 
 
 CHUNKED: Final = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"

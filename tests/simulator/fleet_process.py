@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from bench.replica.tiers import call
+from bench.replica.tiers import call, wait_until
 from simulator.openai_prompts import NUM_WORDS, text_of
 
 
@@ -35,7 +35,10 @@ def simulating(*options: str) -> Iterator[tuple[subprocess.Popen[str], dict[str,
 
 @contextmanager
 def routing(where: dict[str, Any], directory: Path, **settings: Any) -> Iterator[str]:
-    """Run ``warmroute serve`` in front of a fleet, with more settings; give its URL."""
+    """Run ``warmroute serve`` in front of a fleet, with more settings; give its URL.
+
+    It knows all replicas and the model's tokens then: by itself it waits for them only 1 s.
+    """
     config = {
         "port": 0,
         "replicas": [
@@ -58,9 +61,18 @@ def routing(where: dict[str, Any], directory: Path, **settings: Any) -> Iterator
             for line in process.stderr:
                 if "OPENAI_BASE_URL=" in line:
                     break
-            yield line.split("OPENAI_BASE_URL=")[1].strip().removesuffix("/v1")
+            url = line.split("OPENAI_BASE_URL=")[1].strip().removesuffix("/v1")
+            wait_until("the router knows its fleet", lambda: _knows_its_fleet(url))
+            yield url
         finally:
             process.kill()
+
+
+def _knows_its_fleet(router: str) -> bool:
+    chat = {"model": "sim", "messages": [{"role": "user", "content": "baba"}], "max_tokens": 1}
+    return all(each["state"] == "up" for each in call(f"{router}/replicas")) and bool(
+        call(f"{router}/explain", chat)["exact_tokens"]
+    )
 
 
 @dataclass

@@ -5,10 +5,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from cacheengine.launch.vllm_launch import free_ports
 from simulator.engine_storage import HASH_ALGORITHM
 from simulator.nixl import NixlNetwork
 from simulator.openai_prompts import Prompts, make_tokenizer, text_of
@@ -26,7 +26,8 @@ class NixlReplica:
     settings: SimulatorSettings
     reader: CallReader
     network: NixlNetwork
-    port: int = 0
+    port: int
+    """None that the kernel gives to somebody else while the replica is away."""
     url: str = ""
     simulated: SimulatedReplica = field(init=False)
     runner: web.AppRunner = field(init=False)
@@ -36,7 +37,6 @@ class NixlReplica:
         self.simulated.start(0.0)
         app = OpenAiServer(self.simulated, self.reader).app()
         self.runner, self.url = await serve_app(app, "127.0.0.1", self.port)
-        self.port = urlsplit(self.url).port or 0
 
     async def kill(self) -> None:
         assert self.runner.server is not None
@@ -96,7 +96,10 @@ async def nixl_fleet(directory: Path, replicas: int, **settings: Any) -> AsyncIt
     shape = given.shape
     prompts = Prompts(HashScheme(HASH_ALGORITHM), shape.block_tokens, shape.blocks_per_chunk)
     reader, network = CallReader(given, prompts), NixlNetwork()
-    fleet = [NixlReplica(f"sim{at}", given, reader, network) for at in range(replicas)]
+    fleet = [
+        NixlReplica(f"sim{at}", given, reader, network, port)
+        for at, port in enumerate(free_ports(replicas))
+    ]
     for each in fleet:
         await each.start()
     try:

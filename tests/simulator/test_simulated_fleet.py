@@ -50,8 +50,8 @@ def test_a_prompt_is_routed_to_where_its_kv_is_in_each_tier(fleet: Fleet) -> Non
 
     call(f"{fleet.url(home)}/reset_prefix_cache", {})
     wait_until(
-        "the router knows that the GPU was emptied",
-        lambda: fleet.matched(ids, "gpu") == 0,
+        "the router knows that only CPU RAM has it",
+        lambda: fleet.matched(ids, "cpu") == 4096 and fleet.matched(ids, "gpu") == 0,
     )
     loaded = fleet.ask(ids)
     assert (loaded.replica, loaded.matched("cpu")) == (home, 4096)

@@ -100,7 +100,7 @@ async def test_a_replica_that_refuses_the_second_leg_ends_the_loan(
 ) -> None:
     """A lease ends in time where nobody pulls, and a pull of what is lent no more is wrong."""
     async with AsyncExitStack() as stack:
-        fleet = await stack.enter_async_context(nixl_fleet(tmp_path, 2, speed=20, kv_lease_s=0.3))
+        fleet = await stack.enter_async_context(nixl_fleet(tmp_path, 2, speed=20, kv_lease_s=2.0))
         client = await stack.enter_async_context(aiohttp.ClientSession())
         one, two = fleet.replicas
         lend = {

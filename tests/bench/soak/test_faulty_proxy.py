@@ -38,6 +38,8 @@ class Setting:
     client: aiohttp.ClientSession
     url: str
     runner: web.AppRunner
+    never_asked: asyncio.Event
+    """Set when the replica has a request that it never answers."""
     poisoned: int = 0
 
     async def ask(self, **body: Any) -> bytes:
@@ -65,13 +67,15 @@ async def answer(request: web.Request) -> web.StreamResponse:
     return response
 
 
-async def never(request: web.Request) -> web.Response:
-    await asyncio.Event().wait()
-    raise AssertionError
-
-
 @asynccontextmanager
 async def setting() -> AsyncIterator[Setting]:
+    never_asked = asyncio.Event()
+
+    async def never(request: web.Request) -> web.Response:
+        never_asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
     app = web.Application()
     app.add_routes([web.post("/", answer), web.post("/never", never)])
     runner, url = await serve_app(app, HOST, 0)
@@ -83,7 +87,7 @@ async def setting() -> AsyncIterator[Setting]:
     proxy = FaultyProxy(port, url, seed=1, poisoned=poisoned)
     await proxy.open()
     async with aiohttp.ClientSession() as client:
-        made = Setting(proxy, client, f"http://{HOST}:{port}/", runner)
+        made = Setting(proxy, client, f"http://{HOST}:{port}/", runner, never_asked)
         try:
             yield made
         finally:
@@ -104,7 +108,7 @@ async def test_without_a_fault_all_is_passed_on() -> None:
 async def test_a_connection_ends_with_the_replica_s_and_a_closed_proxy_refuses() -> None:
     async with setting() as at:
         waiting = asyncio.create_task(at.client.post(f"{at.url}never", json={}))
-        await asyncio.sleep(0.05)
+        await at.never_asked.wait()
         await at.runner.cleanup()
         with pytest.raises(aiohttp.ServerDisconnectedError):
             await waiting
@@ -115,9 +119,10 @@ async def test_a_connection_ends_with_the_replica_s_and_a_closed_proxy_refuses()
 
 async def test_flapping_connections_are_refused_or_reset_and_some_work() -> None:
     async with setting() as at:
-        found = set()
+        found: set[str] = set()
         async with at.proxy.flapping():
-            for _ in range(40):
+            # How many fall into each phase depends on the machine.
+            while len(found) < 3:
                 try:
                     assert await at.ask() == WHOLE
                     found.add("works")
