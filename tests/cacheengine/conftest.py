@@ -28,6 +28,12 @@ def make_bench() -> Iterator[MakeBench]:
 
 
 @pytest.fixture
+def patient_with_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for a look at an adapter's files as long as a busy machine may take."""
+    monkeypatch.setattr("cacheengine.identity.kv_versions._PATIENCE_S", 20.0)
+
+
+@pytest.fixture
 def restless_threads() -> Iterator[None]:
     """Let threads interrupt each other a thousand times as often as usual."""
     with _switching_every(5e-6):

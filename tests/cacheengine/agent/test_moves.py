@@ -390,7 +390,8 @@ async def test_moves_are_bounded_and_end_with_the_agent(
         gate.wait()
 
     monkeypatch.setattr(protocol, "send_chunk", hangs)
-    begun = [await fleet.begin() for _ in range(moving.MAX_RUNNING)]
+    # The first must not give up before the last has begun.
+    begun = [await fleet.begin(stall_s=3600) for _ in range(moving.MAX_RUNNING)]
     async with asyncio.timeout(20):
         await started.wait()
     refused = await fleet.begin(503)

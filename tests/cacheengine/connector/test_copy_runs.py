@@ -186,13 +186,17 @@ def test_the_interpreter_is_free_while_bytes_move() -> None:
     target = np.zeros_like(source)
     run_bytes = source.nbytes // 8
     starts = np.arange(8) * run_bytes
-    thread = threading.Thread(
-        target=copy_call,
-        args=(target.ctypes.data + starts, source.ctypes.data + starts, np.full(8, run_bytes)),
-    )
-    thread.start()
-    was_half_done = False
-    while thread.is_alive():
-        was_half_done |= bool(target[0]) and not target[-1]
+    was_half_done, tries = False, 0
+    # More than once only where the machine is too busy to run both at once.
+    while not was_half_done and tries < 100:
+        target[:] = 0
+        thread = threading.Thread(
+            target=copy_call,
+            args=(target.ctypes.data + starts, source.ctypes.data + starts, np.full(8, run_bytes)),
+        )
+        thread.start()
+        while thread.is_alive():
+            was_half_done |= bool(target[0]) and not target[-1]
+        assert bool((target == 1).all())
+        tries += 1
     assert was_half_done
-    assert bool((target == 1).all())

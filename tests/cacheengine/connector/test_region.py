@@ -59,7 +59,7 @@ class Worker:
     """A process that maps the region as a rank does, writes its own page of row 5, and waits."""
 
     def __init__(self, engine_id: str, rank: int, **changes: Any) -> None:
-        import vllm.v1.kv_offload.cpu.shared_offload_region  # noqa: F401  (once, before the fork)
+        import cacheengine.connector.pool_region  # noqa: F401  (once, before the fork)
 
         fork = multiprocessing.get_context("fork")
         self._ours, theirs = fork.Pipe()

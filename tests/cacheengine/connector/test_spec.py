@@ -22,6 +22,8 @@ pytestmark = [
 ]
 
 BLOCK_TOKENS = 128
+# Other processes, and other tests, have regions in /dev/shm, too.
+ENGINE_ID = f"spec-{uuid.uuid4()}"
 
 
 MODEL = {
@@ -63,7 +65,7 @@ def offloading_config(
             "warmroute": {"kv_events_port": 5557},
             **({"warmroute_model": model} if model else {}),
         },
-        engine_id="test",
+        engine_id=ENGINE_ID,
         model=OffloadingModelConfig(name="a/model", dtype="bfloat16"),
         cache=OffloadingCacheConfig(
             tokens_per_hash=BLOCK_TOKENS, blocks_per_chunk=blocks_per_chunk
@@ -189,7 +191,7 @@ def test_a_scheduler_that_shares_no_memory_with_its_workers_is_refused(configure
 
     with pytest.raises(ValueError, match="workers do not share /dev/shm with its scheduler"):
         WarmrouteSpec(offloading_config()).get_manager()
-    assert not list(Path("/dev/shm").glob("vllm_offload_test*"))
+    assert not list(Path("/dev/shm").glob(f"*{ENGINE_ID}*"))
 
 
 def test_a_data_parallel_rank_has_its_own_ports_and_name(configured: Path) -> None:
@@ -212,7 +214,7 @@ def test_the_manager_ends_what_it_started(configured: Path) -> None:
     spec = WarmrouteSpec(offloading_config())
     manager = spec.get_manager()
     assert spec.get_manager() is manager
-    assert not list(Path("/dev/shm").glob("vllm_offload_test*")), "the name is gone at once"
+    assert not list(Path("/dev/shm").glob(f"*{ENGINE_ID}*")), "the name is gone at once"
     manager.shutdown()
 
 

@@ -105,6 +105,7 @@ def test_vllm_still_reads_the_arguments_types(watched: Watched) -> None:
         assert inspect.signature(method) == inspect.signature(original)
 
 
+@pytest.mark.usefixtures("patient_with_files")
 def test_an_adapter_counts_as_its_files_were_when_it_was_loaded(
     watched: Watched, tmp_path: Path
 ) -> None:

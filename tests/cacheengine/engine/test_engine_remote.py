@@ -368,7 +368,7 @@ def test_closing_ends_what_hangs_in_the_remote(
     make_bench: MakeBench, remote: ScriptedRemote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Closing the tier makes its calls fail; until then they may write into the pool."""
-    monkeypatch.setattr("cacheengine.engine.tier_io._LEAST_END_S", 1.0)
+    monkeypatch.setattr("cacheengine.engine.tier_io._LEAST_END_S", 20.0)
     bench = make_bench(4, remote=remote)
     remote.gets.clear()
     _put_by_others(remote, 1)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from cacheengine.identity import kv_versions
 from cacheengine.identity.kv_versions import (
     UNCACHED,
     KvVersion,
@@ -17,6 +18,8 @@ from tests.cacheengine.helpers import wait_until
 from warmroute_common.keys import HashScheme, key64
 
 KEY = bytes(range(32))
+
+pytestmark = pytest.mark.usefixtures("patient_with_files")
 
 
 def adapter(path: Path, load_id: int = 1, content: str = "1") -> LoraAdapter:
@@ -153,7 +156,9 @@ def test_one_that_changed_between_its_load_and_its_first_request(tmp_path: Path)
     assert versions.of_request(named) == UNCACHED
 
 
-def test_a_file_system_that_hangs_does_not_stop_the_scheduler(tmp_path: Path) -> None:
+def test_a_file_system_that_hangs_does_not_stop_the_scheduler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The files may be what was loaded: nothing is stored or found until that is known."""
     answers = threading.Event()
     answers.set()
@@ -167,7 +172,9 @@ def test_a_file_system_that_hangs_does_not_stop_the_scheduler(tmp_path: Path) ->
     version = versions.of_request(named)
     assert versions.is_current(version, named) and version.is_cached
     answers.clear()
-    assert versions.of_request(named) == UNCACHED
+    with monkeypatch.context() as hasty:
+        hasty.setattr(kv_versions, "_PATIENCE_S", 0.05)
+        assert versions.of_request(named) == UNCACHED
     assert not versions.is_current(version, named)
     answers.set()
     wait_until(lambda: versions.is_current(version, named))

@@ -139,7 +139,7 @@ def test_free_ports_are_none_that_the_kernel_gives_away() -> None:
 
 
 def test_a_port_on_which_somebody_listens_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    (taken,) = free_ports(1)
+    (taken,) = free_ports(1, in_a_row=2)
     with socket.create_server(("", taken)):
         monkeypatch.setattr("cacheengine.launch.vllm_launch._PORTS", range(taken, taken + 2))
         assert free_ports(1) == [taken + 1]

@@ -28,7 +28,7 @@ Open = Callable[..., HostedStore]
 def open_store() -> Iterator[Open]:
     opened: list[HostedStore] = []
 
-    def open_(timeout_s: float = 5.0, give_up_s: float = 30.0, **settings: Any) -> HostedStore:
+    def open_(timeout_s: float = 60.0, give_up_s: float = 30.0, **settings: Any) -> HostedStore:
         store = HostedStore(
             fake_library(**settings),
             memory_bytes=4 * LANE_BYTES,
@@ -51,6 +51,11 @@ def connected(store: HostedStore) -> HostedStore:
     return store
 
 
+def be_patient(store: HostedStore) -> None:
+    """Let later calls take as long as a busy machine may; what hangs hangs on."""
+    store._timeout_s = 60.0
+
+
 def _answers(store: HostedStore) -> bool:
     try:
         store.exists(["anything"])
@@ -65,9 +70,9 @@ def _pid(store: HostedStore) -> int:
 
 
 def _is_running(pid: int) -> bool:
-    with suppress(ProcessLookupError):
-        os.kill(pid, 0)
-        return True
+    # Not by a signal: where nobody reaps orphans, a dead one takes it, too.
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False
 
 
@@ -89,6 +94,7 @@ def test_a_call_that_hangs_ends_at_its_deadline_and_others_go_on(open_store: Ope
     store = connected(open_store(timeout_s=0.3))
     with pytest.raises(StoreError, match=r"no answer in 0\.3 s"):
         store.exists(["hang"])
+    be_patient(store)
     assert store.put_many([Blob("a", [b"1234"])]) == [True]
     assert _get(store, "a") == b"1234"
 
@@ -109,6 +115,7 @@ def test_a_question_does_not_queue_behind_transfers(open_store: Open) -> None:
         with pytest.raises(StoreError, match="no answer"):
             _get(store, "hang")
     assert not store._free_lanes
+    be_patient(store)
     assert store.exists(["a"] * 1000) == [False] * 1000
     assert not store._free_lanes, "all of them still run"
 
@@ -218,7 +225,7 @@ def test_a_package_that_is_missing_is_named(open_store: Open) -> None:
     missing = type(library)(
         module="no_such_package", settings={}, environment={}, log_variable="NONE"
     )
-    store = HostedStore(missing, memory_bytes=4 * 4096, memory_setting="-", timeout_s=5.0)
+    store = HostedStore(missing, memory_bytes=4 * 4096, memory_setting="-", timeout_s=60.0)
     with pytest.raises(StoreError, match="no_such_package"):
         store.exists(["a"])
     store.close()
@@ -311,7 +318,7 @@ def test_the_process_does_not_outlive_a_replica_that_was_killed(connects: bool) 
         "from cacheengine.tiers.hosted_store import HostedStore\n"
         "from tests.cacheengine.tiers.fake_library import fake_library\n"
         f"library = fake_library(never_connects={not connects})\n"
-        "store = HostedStore(library, memory_bytes=65536, memory_setting='', timeout_s=9)\n"
+        "store = HostedStore(library, memory_bytes=65536, memory_setting='', timeout_s=60)\n"
         f"{connects} and store.exists(['a'])\n"
         "print(store._process._process.pid, flush=True)\n"
         "time.sleep(60)\n"

@@ -24,6 +24,8 @@ TESTS = Path(__file__).parents[2]
 STAND_INS = TESTS / "stand_ins"
 CLIENT = TESTS.parent / "cacheengine/tiers/infinistore_store.py"
 MIB = 1024 * 1024
+PATIENT_S = 60.0
+"""For calls on a busy machine, where the client's process takes seconds to start."""
 
 
 @pytest.fixture
@@ -126,7 +128,7 @@ def test_a_key_of_extra_config_that_looks_like_its_own_is_refused() -> None:
 
 
 def test_a_server_that_is_not_there_is_a_failure_of_the_call(stand_in: None) -> None:
-    store = InfiniStore.connect("infinistore://nowhere:1/?buffer_mib=1", {})
+    store = InfiniStore.connect("infinistore://nowhere:1/?buffer_mib=1", {}, PATIENT_S)
     with pytest.raises(StoreError, match="Failed to initialize remote connection"):
         store.exists(["a"])
     store.close()
@@ -136,7 +138,7 @@ def test_a_server_that_is_not_there_is_a_failure_of_the_call(stand_in: None) -> 
 def test_the_library_itself_fails_a_call_when_nobody_listens() -> None:
     """As far as it goes without an RDMA device: the connection before that."""
     (port,) = free_ports(1)
-    store = InfiniStore.connect(f"infinistore://127.0.0.1:{port}/?buffer_mib=1", {})
+    store = InfiniStore.connect(f"infinistore://127.0.0.1:{port}/?buffer_mib=1", {}, PATIENT_S)
     with pytest.raises(StoreError, match="Failed to initialize remote connection"):
         store.exists(["a"])
     store.close()
@@ -144,7 +146,7 @@ def test_the_library_itself_fails_a_call_when_nobody_listens() -> None:
 
 def test_a_blob_that_does_not_fit_is_not_read(stand_in: None) -> None:
     """It would be written over what lies behind, and at last beyond the memory."""
-    store = InfiniStore.connect("infinistore://here:1/?buffer_mib=1", {})
+    store = InfiniStore.connect("infinistore://here:1/?buffer_mib=1", {}, PATIENT_S)
     lane_bytes = MIB // 4
     large = [Blob(name, [bytes(lane_bytes // 2 + 1000)]) for name in ("a", "b")]
     assert store.put_many(large) == [True, True]
@@ -155,7 +157,7 @@ def test_a_blob_that_does_not_fit_is_not_read(stand_in: None) -> None:
 
 
 def test_a_server_without_room_is_full(stand_in: None) -> None:
-    store = InfiniStore.connect("infinistore://here:1/?buffer_mib=64", {})
+    store = InfiniStore.connect("infinistore://here:1/?buffer_mib=64", {}, PATIENT_S)
     blobs = [Blob(f"b{number}", [bytes(9 * MIB)]) for number in range(8)]
     assert store.put_many(blobs) == [True] * 7 + [False]
     with pytest.raises(StoreFullError):

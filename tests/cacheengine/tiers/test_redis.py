@@ -131,7 +131,9 @@ def test_all_with_a_prefix_are_removed(server: RedisProcess, open_store: OpenSto
 def test_a_question_is_a_use(program: Program, tmp_path: Path, open_store: OpenStore) -> None:
     """The server, which evicts what is used least, counts it."""
     policy = "--maxmemory-policy", "allkeys-lfu", "--lfu-log-factor", "0"
-    with running(program, tmp_path / "lfu", *policy) as server:
+    # Else a count falls by one when a minute of the clock begins.
+    no_decay = "--lfu-decay-time", "0"
+    with running(program, tmp_path / "lfu", *policy, *no_decay) as server:
         store = open_store(server.url)
         store.put_many([Blob("name", [b"1"])])
         before = server.do("OBJECT", "FREQ", "name")
@@ -154,7 +156,8 @@ def test_find_and_remove_take_any_number_of_names(
 
 @pytest.mark.parametrize("ttl_s", [0, 3600])
 def test_what_is_put_expires(server: RedisProcess, ttl_s: int) -> None:
-    store = RedisStore(RedisServer.from_url(parse_remote_url(server.url), ttl_s=ttl_s))
+    url = parse_remote_url(f"{server.url}?{PATIENT}")
+    store = RedisStore(RedisServer.from_url(url, ttl_s=ttl_s))
     content = payload(key(1), 100_003)
     blobs = [Blob("one", [content[:7], content[7:]]), Blob("none", [])]
     assert store.put_many(blobs) == [True, True]

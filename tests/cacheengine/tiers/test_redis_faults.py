@@ -447,7 +447,7 @@ def test_a_server_that_does_not_let_us_in_is_said_at_the_start_and_stops_nothing
 ) -> None:
     with running(redis_program(), tmp_path / "s", "--requirepass", "hunter2-right") as guarded:
         url = guarded.url.replace("://", f"://{login}")
-        tier = make_remote(EngineConfig(remote_url=url), layout())
+        tier = make_remote(EngineConfig(remote_url=f"{url}?{PATIENT}"), layout())
         assert tier is not None
         tier.close()
     assert "fails, and its chunks count as misses" in caplog.text
@@ -473,7 +473,7 @@ def test_a_server_that_repeats_a_password_finds_no_one_to_log_it(
 
     with scripted(repeat) as server:
         url = server.url.replace("://", "://:hunter2@")
-        tier = make_remote(EngineConfig(remote_url=url), layout())
+        tier = make_remote(EngineConfig(remote_url=f"{url}?{PATIENT}"), layout())
         assert tier is not None
         tier.close()
     assert "refuses the login" in caplog.text

@@ -139,10 +139,10 @@ def test_a_master_that_is_not_named(
 def test_sentinels_that_do_not_answer_cost_the_timeout_of_a_connection(
     master: RedisProcess, sentinel: SentinelProcess
 ) -> None:
-    store = _store(sentinel.port, sentinel.port, options="connect_timeout_s=0.6&timeout_s=5")
+    store = _store(sentinel.port, sentinel.port, options="connect_timeout_s=0.6&timeout_s=120")
     with sentinel.paused():
         began_s = time.monotonic()
         with pytest.raises(StoreError):
             store.exists(["name"])
-        assert time.monotonic() - began_s < 3
+        assert time.monotonic() - began_s < 60
     store.close()
