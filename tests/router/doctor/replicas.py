@@ -85,8 +85,9 @@ class StandIn:
 async def examined(
     *replicas: dict[str, Any], probe: bool = False, key: str | None = None, **settings: Any
 ) -> Report:
-    """Examine a router.yaml of these replicas."""
-    config = router_config({"port": 0, "replicas": list(replicas), **settings}, path="router.yaml")
+    """Examine a router.yaml of these replicas, which a slow machine's answers come in time for."""
+    given = {"port": 0, "replicas": list(replicas), "timeouts": {"health_timeout_s": 60}}
+    config = router_config(given | settings, path="router.yaml")
     return await examine(config, source="router.yaml", probe=probe, admin_key=key)
 
 

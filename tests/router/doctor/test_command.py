@@ -21,7 +21,9 @@ def invoke(*args: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_problems_are_lines_and_an_exit_code() -> None:
+def test_problems_are_lines_and_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Whatever else runs on this machine at a router's usual port.
+    monkeypatch.setattr("router.doctor.examination._taken", lambda host, port: None)
     code, output = invoke("--replica", "http://127.0.0.1:1")
     assert code == 1
     lines = output.splitlines()

@@ -72,7 +72,10 @@ async def test_messages_that_are_not_vllms(context: zmq.asyncio.Context) -> None
     assert "are not vLLM's KV events" in found(report)["one", "kv-events"]
 
 
-async def test_events_that_are_not_replayed(context: zmq.asyncio.Context) -> None:
+async def test_events_that_are_not_replayed(
+    context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_checks, "_REPLAY_S", 0.3)
     async with publisher(context) as source, replica(kv_events=source.endpoint) as (_, entry):
         none = await examined(entry)
         closed = await examined({**entry, "kv_replay": "tcp://127.0.0.1:1"})
@@ -155,7 +158,14 @@ async def test_a_probe_that_is_answered_without_events(
 async def test_a_probes_keys_are_compared(
     context: zmq.asyncio.Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ours: bool
 ) -> None:
-    monkeypatch.setattr(event_checks, "_PROBE_EVENTS_S", 5.0 if is_ours else 0.3)
+    wait = event_checks.EventRecorder.until
+    # For the first event as long as it takes, then for the prompt's keys, which may never come.
+    limits_s = iter((30.0, 30.0 if is_ours else 0.3))
+
+    async def until(recorder: Any, condition: Any, timeout_s: float) -> None:
+        await wait(recorder, condition, next(limits_s))
+
+    monkeypatch.setattr(event_checks.EventRecorder, "until", until)
     model = write_model(tmp_path / "model", llama3(), TEMPLATES["parts"])
     reader = await asyncio.to_thread(PromptReader.load, model)
     async with publisher(context) as source, replica(**published_at(source)) as (made, entry):

@@ -65,6 +65,13 @@ async def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- a router that runs
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router that runs is found on a slow machine, too."""
+    monkeypatch.setattr("router.doctor.examination._ANSWER_S", 30.0)
+
+
+@pytest.mark.usefixtures("patient")
 async def test_a_router_that_runs_is_asked(fleet: Fleet) -> None:
     router = await fleet.router()
     port = int(router.url.rpartition(":")[2])
@@ -79,6 +86,7 @@ async def test_a_router_that_runs_is_asked(fleet: Fleet) -> None:
     assert "drains it" in found(report, Level.NOTE)["one", "running"]
 
 
+@pytest.mark.usefixtures("patient")
 async def test_a_replica_that_the_running_router_holds_for_down(fleet: Fleet) -> None:
     fleet.timeouts = replace(fleet.timeouts, health_interval_s=3600.0)
     router = await fleet.router()
@@ -88,6 +96,7 @@ async def test_a_replica_that_the_running_router_holds_for_down(fleet: Fleet) ->
     assert "the running router says that it is down" in found(report)["one", "running"]
 
 
+@pytest.mark.usefixtures("patient")
 async def test_a_running_routers_admin_key(fleet: Fleet) -> None:
     router = await fleet.router(access=AccessConfig(admin_sha256=(sha256_of("secret"),)))
     port = int(router.url.rpartition(":")[2])
@@ -102,6 +111,7 @@ async def test_a_running_routers_admin_key(fleet: Fleet) -> None:
         assert known["the router", "running"] == "a router runs at its port: ok"
 
 
+@pytest.mark.usefixtures("patient")
 async def test_a_port_that_the_running_router_has_not(fleet: Fleet) -> None:
     router = await fleet.router()
     port = int(router.url.rpartition(":")[2])

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from simulator.simulated_fleet import fleet as simulated
 from simulator.simulator_settings import SimulatorSettings
 from tests.router.agent_server import AgentServer, serving
 from tests.router.doctor.replicas import StandIn, examined, found
+from tests.router.host_names import resolve_hosts
 from tests.router.prompt.chat_shapes import TEMPLATES
 from tests.router.prompt.tokenizer_makers import llama3, write_model
 from warmroute_common.fleet_secret import FleetSecret
@@ -57,7 +59,8 @@ async def test_a_fleet_that_is_well(tmp_path: Path, with_agents: bool) -> None:
     assert "sha256 with PYTHONHASHSEED not set" in well["sim1", "hash"]
 
 
-async def test_replicas_that_do_not_answer() -> None:
+async def test_replicas_that_do_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve_hosts(monkeypatch, {"no-such-host.invalid": None})
     async with two() as (one, _, (first, second)):
         one.health = 503
         gone = {"url": "http://127.0.0.1:1", "instance_id": "gone"}
@@ -120,7 +123,9 @@ async def test_models_and_aliases() -> None:
         assert ("the fleet", "alias") not in found(report), "what one serves is not known"
 
 
-async def test_versions_and_clocks() -> None:
+async def test_versions_and_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A date in whole seconds says the time to half a second, and a slow answer makes that worse.
+    monkeypatch.setattr(time, "time", lambda: 1_800_000_000.5)
     async with two() as (one, other, entries):
         one.version, one.ahead_s = "0.33.0", 60.0
         other.ahead_s = -1.0

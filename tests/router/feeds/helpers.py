@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
+from unittest.mock import patch
 
 import aiohttp
 
@@ -18,7 +19,9 @@ async def feeding(**replica: Any) -> AsyncIterator[Fleet]:
     fleet = Fleet(RouterConfig(replicas=(config,)))
     async with aiohttp.ClientSession() as session:
         feeds = Feeds(fleet, session)
-        await feeds.start()
+        # A slow machine's agents are waited for, too.
+        with patch("router.feeds.feeds._START_WAIT_S", 30.0):
+            await feeds.start()
         try:
             yield fleet
         finally:

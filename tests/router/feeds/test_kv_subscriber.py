@@ -59,13 +59,22 @@ async def receiver() -> AsyncIterator[KvReceiver]:
 
 @contextlib.asynccontextmanager
 async def following(
-    source: KvPublisher, *, replay: bool = True, quiet_s: float = 60.0
+    source: KvPublisher,
+    *,
+    replay: bool = True,
+    quiet_s: float = 60.0,
+    replay_timeout_s: float = 60.0,
 ) -> AsyncIterator[tuple[Recorder, "asyncio.Task[None]"]]:
     sink = Recorder()
     endpoints = KvEndpoints(source.endpoint, source.replay_endpoint if replay else None)
     receiver = KvReceiver()
     subscriber = KvSubscriber(
-        receiver, endpoints, KvEventReader(), sink, replay_timeout_s=0.5, quiet_s=quiet_s
+        receiver,
+        endpoints,
+        KvEventReader(),
+        sink,
+        replay_timeout_s=replay_timeout_s,
+        quiet_s=quiet_s,
     )
     task = asyncio.create_task(subscriber.run())
     try:
@@ -81,6 +90,7 @@ async def test_what_was_published_before_is_replayed(context: zmq.asyncio.Contex
         await source.publish(stored([1]))
         await source.publish(stored([2]))
         async with following(source) as (sink, _):
+            await source.subscribed()
             await sink.until(lambda heard: "following" in heard)
             await source.publish(stored([3]))
             await sink.until(lambda heard: 3 in heard)
@@ -142,7 +152,7 @@ async def test_without_an_answer_to_the_replay_a_gap_is_forgotten(
     context: zmq.asyncio.Context, has_replay: bool
 ) -> None:
     async with publisher(context) as source:
-        async with following(source, replay=has_replay) as (sink, _):
+        async with following(source, replay=has_replay, replay_timeout_s=0.5) as (sink, _):
             await source.subscribed()
             await sink.until(lambda heard: "following" in heard)
             source.answers_replays = False

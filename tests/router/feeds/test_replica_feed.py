@@ -84,10 +84,11 @@ async def test_changes_soon_after_others_are_asked_for_at_once(
 async def test_an_agent_that_answers_empty_at_once_is_not_asked_without_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("router.feeds.feeds._POLL_GAP_S", 0.5)
+    monkeypatch.setattr("router.feeds.feeds._POLL_GAP_S", 60.0)
     agent = AgentServer()
     agent.waits = False
     async with serving(agent.app()) as url, feeding(agent_url=url):
+        await until(lambda: "/events" in agent.calls)
         await asyncio.sleep(0.2)
         assert agent.calls.count("/events") == 1
 
@@ -96,10 +97,11 @@ async def test_many_agents_are_not_asked_more_often_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert [poll_gap_s(agents) for agents in (1, 25, 1000)] == [0.05, 0.05, 2.0]
-    monkeypatch.setattr("router.feeds.feeds._POLLS_PER_S", 0.5)
+    monkeypatch.setattr("router.feeds.feeds._POLLS_PER_S", 1 / 60)
     agent = AgentServer()
     agent.waits = False
     async with serving(agent.app()) as url, feeding(agent_url=url):
+        await until(lambda: "/events" in agent.calls)
         await asyncio.sleep(0.2)
         assert agent.calls.count("/events") == 1
 

@@ -34,7 +34,7 @@ Patch = pytest.MonkeyPatch
 PROMPT = list(range(4 * CHUNK))
 
 
-_SLOW_RATES = RatesConfig(prefill_tokens_per_s=300)
+_SLOW_RATES = RatesConfig(prefill_tokens_per_s=30)
 """So that a prefetch is worth more time than a busy machine takes for it."""
 
 
@@ -70,9 +70,24 @@ def server() -> FakeServer:
     return FakeServer()
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: Patch) -> None:
+    """A server's answers come in time, on a slow machine too."""
+    monkeypatch.setattr("router.lmcache.server_monitor._ANSWER_S", 20.0)
+    monkeypatch.setattr("router.lmcache.server_prefetch._WAIT_S", 20.0)
+
+
+@pytest.fixture
+def wait_cap_s() -> float:
+    return 20.0
+
+
 @pytest.fixture
 async def rig(
-    fleet: Fleet, server: FakeServer, client: aiohttp.ClientSession, eventually: Wait
+    fleet: Fleet,
+    server: FakeServer,
+    client: aiohttp.ClientSession,
+    wait_cap_s: float,
 ) -> AsyncIterator[Rig]:
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(serving_fake(server))
@@ -87,7 +102,7 @@ async def rig(
             replicas=replicas,
             controller=ControllerConfig(port=0, monitor_port=0),
             rates=_SLOW_RATES,
-            prefetch=PrefetchConfig(wait_cap_s=2.0),
+            prefetch=PrefetchConfig(wait_cap_s=wait_cap_s),
         )
         controller = running.parts.controller
         assert controller is not None
@@ -121,6 +136,7 @@ async def test_what_is_in_l1_already_is_not_prefetched(rig: Rig) -> None:
     assert rig.server.asked == []
 
 
+@pytest.mark.parametrize("wait_cap_s", [0.5])
 async def test_a_late_prefetch_is_followed_to_its_end(rig: Rig, eventually: Wait) -> None:
     """The request is forwarded after ``wait_cap_s``; a server forgets jobs whose end was read."""
     rig.server.gate = asyncio.Event()
@@ -292,6 +308,7 @@ async def test_what_a_fleet_knows_of_a_prompt_is_one_walk(monkeypatch: Patch) ->
 async def test_a_server_that_is_slow_has_not_ended(rig: Rig, monkeypatch: Patch) -> None:
     monkeypatch.setattr("router.lmcache.server_monitor._ANSWER_S", 0.01)
     lmcache = rig.running.parts.lmcache
+    await lmcache.monitor.stop()  # every check is one of those below
     rig.server.busy = asyncio.Event()
     await rig.tell(batch(1, keys=[key(n) for n in range(4)]))
     for _ in range(3):

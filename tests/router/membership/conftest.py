@@ -42,7 +42,8 @@ class Reloading:
         settings = {
             "port": 0,
             "policy": "round-robin",
-            "timeouts": {"health_interval_s": 0.05, "drain_s": 60},
+            # A busy machine must not look like replicas that are down.
+            "timeouts": {"health_interval_s": 0.05, "health_timeout_s": 60, "drain_s": 60},
             "replicas": made,
         } | settings
         self.path.write_text(yaml.safe_dump(settings), encoding="utf-8")
@@ -51,6 +52,12 @@ class Reloading:
         config = await asyncio.to_thread(load_router_config, self.path)
         file = ConfigFile(path=self.path, read=lambda: load_router_config(self.path))
         return await run_router(self.stack, config, file=file)
+
+
+@pytest.fixture(autouse=True)
+def patient_membership(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas stay until those that replace them were probed, on a slow machine too."""
+    monkeypatch.setattr("router.membership.membership._FIRST_PROBES_S", 60.0)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Replicas that the file does not name: by DNS, by registration, by Kubernetes; and together."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ from router.fleet.replica import ReplicaState
 from router.membership.discovery import DnsWatch, addresses
 from router.membership.membership import Source
 from tests.router.conftest import Fleet, Running, Wait
+from tests.router.host_names import resolve_hosts
 from tests.router.membership.kubernetes_api import endpoint, kubernetes_api, slice_of
 from warmroute_common.agent_protocol import Registration
 from warmroute_common.config_reader import ConfigError
@@ -124,12 +126,17 @@ async def test_what_can_be_no_name_is_said_once(
 
 
 async def test_a_router_without_configured_replicas_finds_them(
-    fleet: Fleet, client: aiohttp.ClientSession, eventually: Wait
+    fleet: Fleet,
+    client: aiohttp.ClientSession,
+    eventually: Wait,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # "localhost" has a second address on many machines.
+    resolve_hosts(monkeypatch, {"vllm.here": "127.0.0.1"})
     port = urlsplit(fleet.one.url).port
     assert port is not None
     discovery = DiscoveryConfig(
-        dns=(DnsConfig(name="localhost", port=port, interval_s=0.1),),
+        dns=(DnsConfig(name="vllm.here", port=port, interval_s=0.1),),
         each=DiscoveredConfig(api_key="theirs"),
     )
     running = await fleet.router(replicas=(), discovery=discovery)
@@ -213,7 +220,10 @@ async def test_an_agent_brings_its_replica_and_takes_it_away(
 
 
 async def test_a_silent_agent_takes_its_replica_away(
-    fleet: Fleet, client: aiohttp.ClientSession, eventually: Wait
+    fleet: Fleet,
+    client: aiohttp.ClientSession,
+    eventually: Wait,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without another call to the controller that would show it."""
     running = await fleet.router(replicas=(), **CONTROLLED)
@@ -224,12 +234,13 @@ async def test_a_silent_agent_takes_its_replica_away(
             "incarnation": "i",
             "agent_url": "http://127.0.0.1:1",
             "transfer_port": None,
-            "heartbeat_s": 0.5,
+            "heartbeat_s": 60.0,
             "openai_url": fleet.two.url,
         }
         async with client.post(f"{url}/register", json=body, headers=told) as response:
             assert response.status == 200
         await eventually(lambda: urls(running) == {fleet.two.url})
+        monkeypatch.setattr(running.parts.controller, "_clock", lambda: time.monotonic() + 3600.0)
         await eventually(lambda: urls(running) == set())
 
 

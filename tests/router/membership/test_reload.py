@@ -184,7 +184,7 @@ async def test_one_that_drains_too_long_is_forgotten_and_its_requests_go_on(
     one, two = await reloading.upstream(), await reloading.upstream()
     gate = asyncio.Event()
     one.will(stream(*chat_events("a", "b"), gates=(None, gate)))
-    timeouts = {"health_interval_s": 0.05, "drain_s": 0.1}
+    timeouts = {"health_interval_s": 0.05, "health_timeout_s": 60, "drain_s": 0.1}
     reloading.write([one], timeouts=timeouts)
     running = await reloading.router()
     async with client.post(f"{running.url}/v1/chat/completions", json=CHAT) as response:
@@ -197,6 +197,7 @@ async def test_one_that_drains_too_long_is_forgotten_and_its_requests_go_on(
         gate.set()
         assert b"[DONE]" in await response.read()
     await eventually(lambda: replica.in_flight == 0)
+    await running.record()
     assert (
         'warmroute_requests_total{endpoint="/v1/chat/completions",outcome="ok",replica="removed"'
         in (await metrics(client, running))

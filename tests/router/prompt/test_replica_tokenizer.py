@@ -123,7 +123,10 @@ def test_short_prompts_and_huge_ones_and_broken_text_are_not_asked_about() -> No
 
 
 @pytest.mark.parametrize("name", ["tokens", "token_ids"])
-async def test_a_long_answer_is_read_in_parts(asker: Asker, one: Scripted, name: str) -> None:
+async def test_a_long_answer_is_read_in_parts(
+    asker: Asker, one: Scripted, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_questions(monkeypatch, 200.0)  # tracemalloc makes it take seconds
     tokens = [*range(1_000, 301_000)]
     one.will(json_answer({name: tokens, "prompt": "[1, 2]" * 10_000}))
     asked = question("x" * 1_200_000)
@@ -190,7 +193,8 @@ async def test_a_replica_that_hangs_is_left_alone(
     asker: Asker, one: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The prompts meanwhile are not delayed; after a pause one of them finds out."""
-    limit_questions(monkeypatch, 0.1)
+    # Long enough for a question to arrive, also on a slow machine.
+    limit_questions(monkeypatch, 1.0)
     one.will(hang)
     assert await asker.ask("first") is None
     assert asker.asker.answers(one.url), "one failure says little"

@@ -20,8 +20,8 @@ from tests.router.real_replicas import CHUNKS, TOKENS
 
 ASK: Final[dict[str, Any]] = {"model": "m", "prompt": TOKENS}
 SESSION: Final = {"x-session-id": "s"}
-SLOW: Final = RatesConfig(prefill_tokens_per_s=1000.0)
-"""So that computing the prompt again takes five seconds."""
+SLOW: Final = RatesConfig(prefill_tokens_per_s=100.0)
+"""So that computing the prompt again takes fifty seconds: longer than a copy on a busy machine."""
 
 
 @dataclass(kw_only=True)

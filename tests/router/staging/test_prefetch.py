@@ -1,7 +1,7 @@
 """Prefetch before forward: what is asked, how long is waited, and that failing is harmless."""
 
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import aiohttp
 import pytest
@@ -15,6 +15,9 @@ from router.staging.stager import PrefetchOutcome, Stager
 from tests.router.agent_server import AgentServer, serving
 from tests.router.staging.helpers import KEYS, decision
 from warmroute_common.agent_protocol import PrefetchReply
+
+PATIENT: Final = PrefetchConfig(wait_cap_s=60.0)
+"""The gain alone limits the wait."""
 
 
 async def run(
@@ -35,10 +38,10 @@ async def test_the_chunks_are_asked_for_and_the_answer_is_counted() -> None:
         resident=1, promoted=1, pending=0, missing=1, promoted_bytes=64_000
     )
     async with serving(agent.app()) as url:
-        outcome = await run(url, decision())
+        outcome = await run(url, decision(gain_s=20.0), PATIENT)
     request = agent.prefetches[0]
     assert request.keys == [key.hex() for key in KEYS]
-    assert request.wait_s == pytest.approx(0.19)
+    assert request.wait_s == pytest.approx(19.0)
     assert request.pin_s == 10.0
     assert outcome == PrefetchOutcome(asked=3, promoted=2, missing=1, promoted_bytes=64_000)
 
@@ -46,9 +49,9 @@ async def test_the_chunks_are_asked_for_and_the_answer_is_counted() -> None:
 async def test_the_wait_is_capped() -> None:
     agent = AgentServer()
     async with serving(agent.app()) as url:
-        await run(url, decision(gain_s=60.0), PrefetchConfig(wait_cap_s=0.5, pin_s=3.0))
+        await run(url, decision(gain_s=60.0), PrefetchConfig(wait_cap_s=20.0, pin_s=3.0))
     asked = agent.prefetches[0]
-    assert asked.wait_s == pytest.approx(0.475), "so that it answers within the wait"
+    assert asked.wait_s == pytest.approx(19.0), "so that it answers within the wait"
     assert asked.pin_s == 3.0
 
 
@@ -83,9 +86,9 @@ async def test_a_failed_prefetch_is_an_outcome(is_there: bool) -> None:
     app.router.add_post("/prefetch", fail)
     async with serving(app) as url:
         if is_there:
-            outcome = await run(url, decision())
+            outcome = await run(url, decision(gain_s=20.0), PATIENT)
     if not is_there:
-        outcome = await run(url, decision())
+        outcome = await run(url, decision(gain_s=20.0), PATIENT)
     assert outcome is not None
     assert (outcome.asked, outcome.pending, outcome.promoted) == (3, 3, 0)
     assert outcome.error is not None

@@ -2,12 +2,12 @@
 
 import asyncio
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import aiohttp
 import pytest
 
-from router.config.settings import PrefetchConfig, ReplicaConfig
+from router.config.settings import PrefetchConfig, RatesConfig, ReplicaConfig
 from router.record.records import Outcome
 from tests.router.conftest import Fleet, Running
 from tests.router.scripted import json_answer
@@ -22,6 +22,10 @@ from tests.router.staging.scripted_agent import (
 )
 from warmroute_common.keys import HashScheme, chunk_keys, prompt_extra_keys
 
+PREFETCH: Final = PrefetchConfig(wait_cap_s=20.0)
+SLOW: Final = RatesConfig(prefill_tokens_per_s=10.0)
+"""So that a prefetch is worth more time than a busy machine takes for it."""
+
 
 @pytest.fixture
 async def agent(fleet: Fleet) -> Agent:
@@ -29,14 +33,16 @@ async def agent(fleet: Fleet) -> Agent:
 
 
 async def router_with(fleet: Fleet, agent: Agent, **changes: Any) -> Running:
-    return await fleet.router(
-        policy="ttft",
-        replicas=(
+    values: dict[str, Any] = {
+        "policy": "ttft",
+        "rates": SLOW,
+        "prefetch": PREFETCH,
+        "replicas": (
             ReplicaConfig(url=fleet.one.url, instance_id="one", agent_url=agent.url),
             ReplicaConfig(url=fleet.two.url, instance_id="two"),
         ),
-        **changes,
-    )
+    }
+    return await fleet.router(**(values | changes))
 
 
 async def test_what_lies_on_disk_is_promoted_first(
@@ -55,7 +61,7 @@ async def test_what_lies_on_disk_is_promoted_first(
     )
     (asked,) = agent.asked
     assert asked.keys == [key.hex() for key in CHUNKS]
-    assert 0 < asked.wait_s <= PrefetchConfig().wait_cap_s
+    assert 0 < asked.wait_s <= PREFETCH.wait_cap_s
     record = await router.record()
     assert record.prepared.waited_s > 0
     prefetch = record.prepared.prefetch

@@ -1,0 +1,15 @@
+"""What tests of the doctor share."""
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def patient_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes in the end has come in time; a test of what never comes sets its own limit."""
+    for name, seconds in (
+        ("_CONNECT_S", 20.0),
+        ("_REPLAY_S", 20.0),
+        ("_FOLLOW_S", 30.0),
+        ("_PROBE_EVENTS_S", 30.0),
+    ):
+        monkeypatch.setattr(f"router.doctor.event_checks.{name}", seconds)
