@@ -1,7 +1,8 @@
 """A router in front of scripted upstreams, over real sockets."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -60,7 +61,9 @@ class Fleet:
     two: Scripted
     stack: AsyncExitStack
     timeouts: TimeoutsConfig = field(
-        default_factory=lambda: TimeoutsConfig(health_interval_s=0.05, drain_s=60.0)
+        default_factory=lambda: TimeoutsConfig(
+            health_interval_s=0.05, health_timeout_s=30.0, drain_s=60.0
+        )
     )
 
     async def router(self, **changes: Any) -> Running:
@@ -115,6 +118,14 @@ async def run_router(
         records=records,
         recorded=recorded,
     )
+
+
+@pytest.fixture
+def dead_port() -> Iterator[int]:
+    """A port where nobody listens, nor will while the test runs: this process has it."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ async def test_another_process_at_a_replicas_addresses_starts_from_nothing(
         asked = [asyncio.create_task(ask(OLD)) for _ in range(20)]
         await eventually(lambda: len(upstream.seen) == 20)
         upstream.silent = True
-        await eventually(lambda: upstream.unanswered == 1)  # no probe connects while it ends
+        await eventually(lambda: upstream.unanswered >= 1)  # no probe connects while it ends
         await first.aclose()
         assert set(await asyncio.gather(*asked)) == {502}
         await eventually(lambda: matched(router, OLD) == 0)

@@ -77,7 +77,7 @@ async def test_every_own_endpoint_is_described_and_no_other(fleet: Fleet) -> Non
 
 async def test_answers_are_as_described(fleet: Fleet, client: aiohttp.ClientSession) -> None:
     router = await fleet.router(policy="ttft")
-    for _ in range(3):
+    for number in range(3):
         gate = asyncio.Event()  # parts of less than 0.5 ms are not told
         asyncio.get_running_loop().call_later(0.01, gate.set)
         for replica in (fleet.one, fleet.two):
@@ -87,7 +87,7 @@ async def test_answers_are_as_described(fleet: Fleet, client: aiohttp.ClientSess
         ) as response:
             await response.read()
             assert response.status == 200
-        await router.record()
+        await router.record(number + 1)
     seen = {}
     for path in DOCUMENT["paths"].keys() - {"/explain"}:
         if "{" in path:
@@ -188,11 +188,9 @@ async def test_no_answer_has_the_password_of_a_replicas_url(
 
 
 async def test_a_router_without_replicas_answers_as_described(
-    fleet: Fleet, client: aiohttp.ClientSession, unused_tcp_port: int
+    fleet: Fleet, client: aiohttp.ClientSession, dead_port: int
 ) -> None:
-    router = await fleet.router(
-        replicas=(ReplicaConfig(url=f"http://127.0.0.1:{unused_tcp_port}"),)
-    )
+    router = await fleet.router(replicas=(ReplicaConfig(url=f"http://127.0.0.1:{dead_port}"),))
     for path in ("/health", "/v1/models"):
         async with client.get(f"{router.url}{path}") as response:
             await check(response, "get", path)

@@ -54,7 +54,8 @@ async def test_health_names_faults_to_the_administration_only(
     fleet: Fleet, client: aiohttp.ClientSession, stranger: aiohttp.ClientSession
 ) -> None:
     """Requests are answered all the same, so the status stays."""
-    router = await fleet.router()
+    # No probe that is under way calls the second replica up again.
+    router = await fleet.router(timeouts=TimeoutsConfig(health_interval_s=3600.0))
     replica = router.parts.fleet.replicas["one"]
     replica.events_problem = "no KV events"
     fleet.two.healthy = False
@@ -71,9 +72,9 @@ async def test_health_names_faults_to_the_administration_only(
 
 
 async def test_health_names_the_replicas(
-    fleet: Fleet, client: aiohttp.ClientSession, unused_tcp_port: int
+    fleet: Fleet, client: aiohttp.ClientSession, dead_port: int
 ) -> None:
-    dead = ReplicaConfig(url=f"http://127.0.0.1:{unused_tcp_port}", instance_id="dead")
+    dead = ReplicaConfig(url=f"http://127.0.0.1:{dead_port}", instance_id="dead")
     live = ReplicaConfig(url=fleet.one.url, instance_id="live")
     router = await fleet.router(replicas=(dead, live))
     async with client.get(f"{router.url}/health") as response:

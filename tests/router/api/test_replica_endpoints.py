@@ -38,9 +38,9 @@ async def replica_of(client: aiohttp.ClientSession, router: Running) -> str:
 
 
 async def test_all_replicas_are_told_of(
-    fleet: Fleet, client: aiohttp.ClientSession, unused_tcp_port: int
+    fleet: Fleet, client: aiohttp.ClientSession, dead_port: int
 ) -> None:
-    dead = ReplicaConfig(url=f"http://127.0.0.1:{unused_tcp_port}", instance_id="dead")
+    dead = ReplicaConfig(url=f"http://127.0.0.1:{dead_port}", instance_id="dead")
     live = ReplicaConfig(url=fleet.one.url, instance_id="live")
     router = await fleet.router(replicas=(dead, live))
     found = await told(client, router)
@@ -54,7 +54,7 @@ async def test_all_replicas_are_told_of(
         "why": None,
     }
     assert found["dead"]["state"] == "down"
-    assert str(unused_tcp_port) in found["dead"]["why"]
+    assert str(dead_port) in found["dead"]["why"]
 
 
 async def test_an_open_breaker_is_told_of(fleet: Fleet, client: aiohttp.ClientSession) -> None:

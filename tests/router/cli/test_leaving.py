@@ -33,6 +33,16 @@ class Served:
         while not any(words in line for line in self.log):  # noqa: ASYNC110  (a list has no event)
             await asyncio.sleep(0.01)
 
+    async def knows_replicas(self) -> None:
+        """Wait for its first probes: on a slow machine its port is open before they have ended."""
+        async with aiohttp.ClientSession() as session:
+            while True:
+                async with session.get(f"{self.url}/health") as response:
+                    told = await response.json()
+                    if (response.status, told["first_probes"]) == (200, "done"):
+                        return
+                await asyncio.sleep(0.01)
+
     async def end(self) -> tuple[int, str]:
         """Wait for its end; return its exit code and its log."""
         code = await self.process.wait()
@@ -62,6 +72,7 @@ async def serving(directory: Path, *replicas: Scripted, **timeouts: float) -> As
         await served.logs("OPENAI_BASE_URL=")
         (line,) = (each for each in log if "OPENAI_BASE_URL=" in each)
         served.url = line.split("OPENAI_BASE_URL=")[1].removesuffix("/v1")
+        await served.knows_replicas()
         yield served
     finally:
         with suppress(ProcessLookupError):
@@ -105,7 +116,7 @@ class Load:
 async def test_nothing_is_lost_when_it_is_told_to_stop(tmp_path: Path) -> None:
     async with (
         scripted() as replica,
-        serving(tmp_path, replica, leave_s=3.0, drain_s=60.0) as served,
+        serving(tmp_path, replica, leave_s=8.0, drain_s=60.0) as served,
     ):
         end = asyncio.Event()
         replica.will(stream(*chat_events("a", "b"), gates=(None, end)), json_answer(CHAT_ANSWER))

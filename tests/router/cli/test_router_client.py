@@ -40,8 +40,8 @@ def test_another_server(other_server: str, command: list[str]) -> None:
     assert "give the router's URL with --router" in output
 
 
-def test_no_server(unused_tcp_port: int) -> None:
-    code, output = run("explain", "hi", "--router", f"http://127.0.0.1:{unused_tcp_port}")
+def test_no_server(dead_port: int) -> None:
+    code, output = run("explain", "hi", "--router", f"http://127.0.0.1:{dead_port}")
     assert code == 1
     assert "start one with 'warmroute serve', or give another URL with --router" in output
 

@@ -169,8 +169,8 @@ async def test_it_says_why_it_is_refused(fleet: Fleet) -> None:
         assert (done.exit_code, "2 of 2 replicas up" in done.output) == (0, True)
 
 
-async def test_it_says_that_there_is_no_router(unused_tcp_port: int) -> None:
-    done = await top("--router", f"http://127.0.0.1:{unused_tcp_port}")
+async def test_it_says_that_there_is_no_router(dead_port: int) -> None:
+    done = await top("--router", f"http://127.0.0.1:{dead_port}")
     assert done.exit_code == 1
     assert "no router answers at" in done.output and "warmroute serve" in done.output
 

@@ -70,7 +70,9 @@ class Gateway:
     stack: AsyncExitStack
     directory: Path
     timeouts: TimeoutsConfig = field(
-        default_factory=lambda: TimeoutsConfig(health_interval_s=0.05, drain_s=1.0)
+        default_factory=lambda: TimeoutsConfig(
+            health_interval_s=0.05, health_timeout_s=30.0, drain_s=1.0
+        )
     )
 
     def config(self, **changes: Any) -> RouterConfig:

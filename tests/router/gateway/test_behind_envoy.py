@@ -16,7 +16,13 @@ from yarl import URL
 
 from cacheengine.launch.vllm_launch import free_ports
 from router.app import create_app
-from router.config.settings import AdmissionConfig, BreakerConfig, RatesConfig, ReplicaConfig
+from router.config.settings import (
+    AdmissionConfig,
+    BreakerConfig,
+    PrefetchConfig,
+    RatesConfig,
+    ReplicaConfig,
+)
 from router.fleet.breaker import Circuit
 from router.fleet.replica import ReplicaState, Stall
 from router.gateway import messages
@@ -260,7 +266,13 @@ async def test_what_lies_on_disk_is_promoted_before_the_gateway_is_told(
     """A client that leaves meanwhile is released."""
     agent = await gateway.stack.enter_async_context(running_agent())
     replica = ReplicaConfig(url=gateway.one.url, instance_id="one", agent_url=agent.url)
-    picker, _ = await gateway.both(policy="ttft", replicas=(replica,))
+    # It saves so much time to wait for the promotion that Envoy tells of the client's end before.
+    picker, _ = await gateway.both(
+        policy="ttft",
+        replicas=(replica,),
+        rates=RatesConfig(prefill_tokens_per_s=1.0),
+        prefetch=PrefetchConfig(wait_cap_s=60.0),
+    )
     agent.gate = asyncio.Event()
     url = f"{picker.url}/v1/completions"
     leaving = asyncio.create_task(client.post(url, json=ASK).__aenter__())
@@ -301,6 +313,7 @@ async def test_a_replica_that_was_down_when_the_first_was_picked_answers_after_i
     gateway: Gateway, client: aiohttp.ClientSession, eventually: Wait, *, hangs: bool
 ) -> None:
     """But not one that hangs."""
+    gateway.timeouts = replace(gateway.timeouts, health_timeout_s=2.0)
     gateway.two.healthy, gateway.two.silent = False, hangs
     picker, _ = await gateway.both(policy="ttft")
     two = picker.parts.fleet.replicas["two"]

@@ -261,7 +261,8 @@ async def test_none_is_sent_where_that_is_off(fleet: Fleet, client: aiohttp.Clie
 
 async def test_a_later_refusal_is_an_event(fleet: Fleet) -> None:
     """OpenAI's and Anthropic's clients raise it."""
-    router = await begin_empty(fleet, replace(OFTEN, no_replica_wait_s=0.1))
+    # Long enough that a keep-alive comes first, on a busy machine too.
+    router = await begin_empty(fleet, replace(OFTEN, no_replica_wait_s=1.0))
     async with openai.AsyncOpenAI(base_url=f"{router.url}/v1", api_key="x", max_retries=0) as ours:
         with pytest.raises(openai.APIError, match="no replica came up within"):
             async for _ in await ours.chat.completions.create(

@@ -1,6 +1,7 @@
 """Replicas that hang, fall silent or fail again and again: found out, left alone, tried again."""
 
 import asyncio
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,8 @@ from tests.router.scripted import (
 
 CHAT = "/v1/chat/completions"
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
-QUICK = TimeoutsConfig(health_interval_s=0.05, health_timeout_s=0.5)
+QUICK = TimeoutsConfig(health_interval_s=0.05, health_timeout_s=30.0)
+SOON_SILENT = replace(QUICK, health_timeout_s=0.5)
 
 
 async def ask(client: aiohttp.ClientSession, router: Running, **more: Any) -> tuple[int, str]:
@@ -31,6 +33,16 @@ async def ask(client: aiohttp.ClientSession, router: Running, **more: Any) -> tu
     async with client.post(router.url + CHAT, json={**ASK, **more}) as response:
         await response.read()
         return response.status, response.headers.get("x-warmroute-replica", "")
+
+
+async def with_soon_silent(fleet: Fleet, eventually: Wait) -> Running:
+    """Run a router that soon finds a replica silent, and has found all of them up."""
+    router = await fleet.router(timeouts=SOON_SILENT)
+    # A single late answer is enough for down at first.
+    await eventually(
+        lambda: all(each.state == "up" for each in router.parts.fleet.replicas.values())
+    )
+    return router
 
 
 def hang(gate: asyncio.Event | None = None) -> Act:
@@ -149,11 +161,11 @@ async def test_an_overdue_request_is_left_where_tokens_are_computed(
 
 
 async def test_requests_at_a_replica_that_hangs_are_sent_elsewhere(
-    fleet: Fleet, client: aiohttp.ClientSession
+    fleet: Fleet, client: aiohttp.ClientSession, eventually: Wait
 ) -> None:
     """Nothing bounds the wait for a first byte; but its health checks are not answered either."""
     fleet.one.will(hang())
-    router = await fleet.router(timeouts=QUICK)
+    router = await with_soon_silent(fleet, eventually)
     asked = [asyncio.create_task(ask(client, router)) for _ in range(2)]
     await fleet.one.arrived.wait()
     fleet.one.silent = True
@@ -172,7 +184,7 @@ async def test_a_stream_that_has_begun_there_is_left_alone(
 ) -> None:
     end = asyncio.Event()
     fleet.one.will(stream(*chat_events("a", "b"), gates=(None, end)))
-    router = await fleet.router(timeouts=QUICK)
+    router = await with_soon_silent(fleet, eventually)
     async with client.post(router.url + CHAT, json=ASK) as response:
         await response.content.readany()
         fleet.one.silent = True
@@ -203,8 +215,9 @@ async def test_a_request_goes_on_waiting_while_no_other_replica_is_up(
 ) -> None:
     """A busy replica may not answer its health checks and yet finish; to give up would lose it."""
     fleet.one.will(hang())
+    router = await with_soon_silent(fleet, eventually)
     fleet.two.healthy = False
-    router = await fleet.router(timeouts=QUICK)
+    await eventually(lambda: router.parts.fleet.replicas["two"].state == "down")
     asked = asyncio.create_task(ask(client, router))
     await fleet.one.arrived.wait()
     fleet.one.silent = True
@@ -221,7 +234,7 @@ async def test_what_may_not_be_repeated_goes_on_waiting(
     """A file may have been stored, a batch begun."""
     gate = asyncio.Event()
     fleet.one.will(hang(gate))
-    router = await fleet.router(timeouts=QUICK)
+    router = await with_soon_silent(fleet, eventually)
     asked = asyncio.create_task(client.post(f"{router.url}/v1/files", data=b"x"))
     await fleet.one.arrived.wait()
     fleet.one.silent = True
@@ -278,19 +291,23 @@ async def test_a_stream_that_says_nothing_more_is_ended(
 
 async def test_a_stream_that_goes_on_may_last(fleet: Fleet, client: aiohttp.ClientSession) -> None:
     """Longer than it may rest."""
+    idle_s, sent = 2.0, 0
 
     async def slowly(request: web.Request) -> web.StreamResponse:
+        nonlocal sent
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        for _ in range(20):
+        until_s = time.monotonic() + 1.2 * idle_s
+        while time.monotonic() < until_s:
             await response.write(b"data: x\n\n")
+            sent += 1
             await asyncio.sleep(0.02)
         return response
 
     fleet.one.will(slowly)
-    router = await fleet.router(timeouts=replace(QUICK, stream_idle_s=0.3))
+    router = await fleet.router(timeouts=replace(QUICK, stream_idle_s=idle_s))
     async with client.post(router.url + CHAT, json={**ASK, "stream": True}) as response:
-        assert await response.read() == b"data: x\n\n" * 20
+        assert await response.read() == b"data: x\n\n" * sent
 
 
 async def test_a_client_that_never_reads_is_let_go(fleet: Fleet) -> None:
@@ -316,7 +333,8 @@ async def test_a_client_that_never_reads_is_let_go(fleet: Fleet) -> None:
         (json_answer({}, status=503), QUICK),
         (cut_before_headers, QUICK),
         (stream(b"data: x\n\n", cut=True), QUICK),
-        (hang(), replace(QUICK, first_byte_s=0.05)),
+        # The other replica answers within this time, on a busy machine too.
+        (hang(), replace(QUICK, first_byte_s=1.0)),
     ],
     ids=["500", "503", "cut", "cut-later", "timeout"],
 )

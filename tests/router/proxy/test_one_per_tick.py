@@ -38,6 +38,6 @@ async def test_one_that_gives_up_holds_nobody_up() -> None:
     first, second, third = (asyncio.create_task(one_per_tick.enter()) for _ in range(3))
     await asyncio.sleep(0)
     second.cancel()
-    await asyncio.wait_for(asyncio.gather(first, third), 1.0)
+    await asyncio.gather(first, third)
     assert second.cancelled()
-    await asyncio.wait_for(one_per_tick.enter(), 1.0)
+    await one_per_tick.enter()

@@ -13,7 +13,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 from yarl import URL
 
-from router.config.settings import ReplicaConfig
+from router.config.settings import ReplicaConfig, TimeoutsConfig
 from router.record.records import Cause, Outcome
 from tests.router.conftest import Fleet
 from tests.router.scripted import Act, cut_before_headers, json_answer, stream
@@ -232,11 +232,12 @@ async def test_what_may_have_begun_is_repeated_only_where_that_does_no_harm(
 
 
 async def test_what_reached_no_replica_is_sent_to_another(
-    fleet: Fleet, client: aiohttp.ClientSession, unused_tcp_port: int
+    fleet: Fleet, client: aiohttp.ClientSession, dead_port: int
 ) -> None:
-    router = await fleet.router()
+    # The request finds that out, and no probe before it.
+    router = await fleet.router(timeouts=TimeoutsConfig(health_interval_s=3600.0))
     dead = router.parts.fleet.replicas["one"]
-    dead.config = ReplicaConfig(url=f"http://127.0.0.1:{unused_tcp_port}", instance_id="one")
+    dead.config = ReplicaConfig(url=f"http://127.0.0.1:{dead_port}", instance_id="one")
     async with client.post(f"{router.url}/v1/files", data=b"x") as response:
         assert (response.status, response.headers["x-warmroute-retries"]) == (200, "1")
 

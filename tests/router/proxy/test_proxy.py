@@ -218,9 +218,9 @@ async def test_a_previous_response_binds_hard(fleet: Fleet, client: aiohttp.Clie
 
 
 async def test_no_replica_is_up(
-    fleet: Fleet, client: aiohttp.ClientSession, unused_tcp_port: int
+    fleet: Fleet, client: aiohttp.ClientSession, dead_port: int
 ) -> None:
-    dead = ReplicaConfig(url=f"http://127.0.0.1:{unused_tcp_port}")
+    dead = ReplicaConfig(url=f"http://127.0.0.1:{dead_port}")
     router = await fleet.router(replicas=(dead,))
     async with client.post(f"{router.url}/v1/chat/completions", json=ASK) as response:
         assert response.status == 503

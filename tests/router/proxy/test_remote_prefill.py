@@ -44,7 +44,11 @@ async def lend(request: web.Request) -> web.StreamResponse:
 async def three(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, moves_to: str | None = None
 ) -> AsyncIterator[tuple[Running, Scripted]]:
-    """A router in front of three replicas, of which ``two`` prefills for ``one`` and ``three``."""
+    """A router in front of three replicas, of which ``two`` prefills for ``one`` and ``three``.
+
+    No tick lets one that was left alone prefill again a second later, but the test's own.
+    """
+    monkeypatch.setattr("router.app._TICK_S", 3600.0)
     async with scripted() as third:
         for each in (fleet.one, fleet.two, third):
             each.will(lend)

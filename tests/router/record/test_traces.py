@@ -35,6 +35,13 @@ SAMPLED = f"00-{TRACE}-{CLIENT}-01"
 CHAT = "/v1/chat/completions"
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last spans arrive on a slow machine, too."""
+    for name in ("_EXPORT_S", "_LAST_SPANS_S"):
+        monkeypatch.setattr(f"router.record.tracing.{name}", 60.0)
+
+
 class Collector:
     """Takes spans as a collector does, by OTLP over HTTP."""
 
