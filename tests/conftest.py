@@ -13,9 +13,12 @@ import pytest
 from cacheengine.launch import vllm_launch
 
 # Examples are judged by what they show, not by how long a busy machine takes for them.
-hypothesis.settings.register_profile("no-deadline", deadline=None, print_blob=True)
+_UNTIMED = hypothesis.settings(
+    deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True
+)
+hypothesis.settings.register_profile("no-deadline", _UNTIMED)
 # For tests/fuzz, with --hypothesis-profile=long: minutes for each port.
-hypothesis.settings.register_profile("long", deadline=None, print_blob=True, max_examples=2000)
+hypothesis.settings.register_profile("long", _UNTIMED, max_examples=2000)
 hypothesis.settings.load_profile("no-deadline")
 
 _GROUPS = {

@@ -1,6 +1,8 @@
 """Small engines for tests, and the bytes that belong to a key."""
 
 import hashlib
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
@@ -195,10 +197,9 @@ class Bench:
 
 def wait_until(condition: Callable[[], bool]) -> None:
     """Return when the condition holds; AssertionError after far too long."""
-    import threading
-
     pause = threading.Event()
-    for _ in range(20_000):
+    until_s = time.monotonic() + 120.0
+    while time.monotonic() < until_s:
         if condition():
             return
         pause.wait(0.001)

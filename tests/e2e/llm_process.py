@@ -50,9 +50,10 @@ class Served:
         """Complete a prompt, and have what it stored be stored."""
         said = self._generate(prompt, lora)
         self._generate([1, 2, 3], None)
-        self._generate([1, 2, 3], None)
-        while self._manager.engine.stats().put_queue_bytes:
-            pass
+        engine = self._manager.engine
+        # vLLM notes in its steps what has been copied. Held is what is being copied or written.
+        while engine.stats().cpu_held_bytes or engine.stats().put_queue_bytes:
+            self._generate([1, 2, 3], None)
         return said
 
     def _generate(self, prompt: list[int], lora: list[Any] | None) -> dict[str, Any]:

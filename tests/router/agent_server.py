@@ -125,6 +125,6 @@ async def serving(app: web.Application, port: int | None = None) -> AsyncIterato
 
 async def until(is_so: Callable[[], bool]) -> None:
     """Return when something has become so."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not is_so():  # noqa: ASYNC110  (any state of a fleet: it signals nothing)
             await asyncio.sleep(0.005)

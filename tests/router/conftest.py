@@ -82,8 +82,10 @@ class Fleet:
 
 @pytest.fixture(autouse=True)
 def patient_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A router's first request finds the replicas compared, on a slow machine too."""
+    """A router's first request finds the replicas compared and what their agents hold, on a slow
+    machine too."""
     monkeypatch.setattr("router.feeds.health_monitor._FIRST_PROBES_S", 30.0)
+    monkeypatch.setattr("router.feeds.feeds._START_WAIT_S", 30.0)
 
 
 async def run_router(

@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
-from unittest.mock import patch
 
 import aiohttp
 
@@ -19,9 +18,7 @@ async def feeding(**replica: Any) -> AsyncIterator[Fleet]:
     fleet = Fleet(RouterConfig(replicas=(config,)))
     async with aiohttp.ClientSession() as session:
         feeds = Feeds(fleet, session)
-        # A slow machine's agents are waited for, too.
-        with patch("router.feeds.feeds._START_WAIT_S", 30.0):
-            await feeds.start()
+        await feeds.start()
         try:
             yield fleet
         finally:

