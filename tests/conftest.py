@@ -1,9 +1,11 @@
 """What all tests share, and how processes share the tests (pytest-xdist)."""
 
 import faulthandler
+import functools
 import os
 import re
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,16 +86,39 @@ itself names the test that ran, and nothing else."""
 
 
 def pytest_configure() -> None:
-    if (worker := os.environ.get("PYTEST_XDIST_WORKER")) is None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
         for old in _STACKS.glob("*"):
             old.unlink()
-        return
-    # Each process has ports of its own to choose from: some are taken long after they were chosen.
-    of = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-    number, ports = int(worker.removeprefix("gw")) % of, vllm_launch._PORTS
-    size = len(ports) // of
-    own = ports[number * size : (number + 1) * size]
-    pytest.MonkeyPatch().setattr(vllm_launch, "_PORTS", own)
+
+
+_TEST_PORTS = range(10_000, 20_000)
+"""Neither the kernel nor ``warmroute replica`` chooses one of these."""
+
+
+def _choose_ports_apart(number: int, of: int) -> None:
+    """Have `free_ports` give each of ``of`` processes other ports, and none twice.
+
+    Some are taken long after they were chosen: those of vLLM's engine 20 s later.
+    """
+    size = len(_TEST_PORTS) // of
+    own = _TEST_PORTS[number * size : (number + 1) * size]
+    given: deque[int] = deque(maxlen=size // 2)
+    choose = vllm_launch.free_ports
+
+    @functools.wraps(choose)
+    def free_ports(count: int, *, in_a_row: int = 1, besides: Collection[int] = ()) -> list[int]:
+        firsts = choose(count, in_a_row=in_a_row, besides={*given, *besides})
+        given.extend(port for first in firsts for port in range(first, first + in_a_row))
+        return firsts
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(vllm_launch, "_PORTS", own)
+    patch.setattr(vllm_launch, "free_ports", free_ports)
+
+
+# Now, before any module takes the function from there by its name.
+_PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+_choose_ports_apart(int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % _PROCESSES, _PROCESSES)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,6 +5,7 @@ import os
 import shlex
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -17,6 +18,7 @@ from cacheengine.launch.vllm_launch import (
     hash_algorithm_of,
     openai_url_of,
     ranks_of,
+    value_of,
     vllm_arguments,
     vllm_environment,
 )
@@ -85,13 +87,18 @@ def replica(
         config = load_engine_config(config_path)
         config.check_hash_algorithm(hash_algorithm_of(vllm_args))
         check_chunk_size(vllm_args, config)
-        ranks = ranks_of(vllm_args)
+        ranks, own_ports = ranks_of(vllm_args), _ports_of(vllm_args)
+        for given in filter(None, (kv_events_port, kv_replay_port)):
+            own_ports.update(range(given, given + ranks.everywhere))
         for rank in range(ranks.here):
             config_of_one = config_of_rank(config, rank)
             config_of_one.check_ready(ranks=ranks.here)
-            _check_ports(config_of_one)
+            own_ports |= _checked_ports(config_of_one)
         _check_model(vllm_args)
-        spare_events_port, spare_replay_port = free_ports(2, in_a_row=ranks.everywhere)
+        # None that this replica takes later.
+        spare_events_port, spare_replay_port = free_ports(
+            2, in_a_row=ranks.everywhere, besides=own_ports
+        )
         command = vllm_arguments(
             vllm_args,
             chunk_tokens=config.chunk_size,
@@ -124,11 +131,20 @@ def replica(
     os.execve(command[0], command, environment)
 
 
-def _check_ports(config: EngineConfig) -> None:
-    """Check the ports now instead of after the model has been loaded."""
-    _check_port(config, "lmcache_worker_port", (config.agent_host, config.lmcache_worker_port))
+def _ports_of(vllm_args: Sequence[str]) -> set[int]:
+    """Return the ports that vLLM's server and its NIXL connector are given."""
+    given = value_of(vllm_args, "", "--port"), os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "")
+    return {int(port) for port in given if port.isdigit()}
+
+
+def _checked_ports(config: EngineConfig) -> set[int]:
+    """Check the engine's ports now instead of after the model has been loaded; return them."""
+    addresses = {"lmcache_worker_port": (config.agent_host, config.lmcache_worker_port)}
     if config.transfer_address is not None:
-        _check_port(config, "distributed_url", config.transfer_address)
+        addresses["distributed_url"] = config.transfer_address
+    for key, address in addresses.items():
+        _check_port(config, key, address)
+    return {port for _, port in addresses.values()}
 
 
 def _check_port(config: EngineConfig, key: str, address: tuple[str, int]) -> None:

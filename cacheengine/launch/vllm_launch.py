@@ -11,7 +11,7 @@ import json
 import random
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any, Final
@@ -261,16 +261,21 @@ def openai_url_of(vllm_args: Sequence[str]) -> str | None:
     return f"{scheme}://{known}:{value_of(vllm_args, _VLLM_PORT, '--port')}"
 
 
-def free_ports(count: int, *, in_a_row: int = 1) -> list[int]:
+def free_ports(count: int, *, in_a_row: int = 1, besides: Collection[int] = ()) -> list[int]:
     """Return TCP ports that are free now; raises ValueError if there are too few.
 
     With ``in_a_row`` each is the first of that many free ports, and the ranges do not overlap.
+    None is one of ``besides``, which others will take.
     The ports are outside the range that the kernel gives to programs that ask for any: vLLM binds
     its ports late, and another replica that starts meanwhile asks for dozens.
     """
     rows = range(_PORTS.start, _PORTS.stop - in_a_row + 1, in_a_row)
     tried = random.SystemRandom().sample(rows, len(rows))
-    free = list(islice((p for p in tried if all(map(_is_free, range(p, p + in_a_row)))), count))
+
+    def all_free(ports: range) -> bool:
+        return not any(port in besides for port in ports) and all(map(_is_free, ports))
+
+    free = list(islice((p for p in tried if all_free(range(p, p + in_a_row))), count))
     if len(free) < count:
         wanted = f"{count} free ports" if in_a_row == 1 else f"{count} times {in_a_row} free ports"
         raise ValueError(f"no {wanted} from {_PORTS.start} to {_PORTS.stop - 1} here")

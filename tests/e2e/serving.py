@@ -22,7 +22,7 @@ from bench.replica.local import (
     taken_ports,
 )
 from bench.replica.tiers import ReplicaTiers, call, wait_until
-from cacheengine.launch.vllm_launch import free_ports
+from cacheengine.launch.vllm_launch import free_ports, ranks_of
 from router.launch.processes import ChildNotReadyError, ProcessGroup
 from warmroute_common.admin_token import admin_token_headers
 from warmroute_common.keys import HashScheme, chunk_keys
@@ -102,7 +102,10 @@ class Replica(ReplicaTiers):
 
     def start(self) -> None:
         """Start the process; `wait_ready` follows."""
-        command = replica_command(self._config_path, self._arguments, *self._options)
+        # Chosen here, and not by the command: other processes choose at the same time.
+        events_port, replay_port = free_ports(2, in_a_row=ranks_of(self._arguments).everywhere)
+        ports = ("--kv-events-port", str(events_port), "--kv-replay-port", str(replay_port))
+        command = replica_command(self._config_path, self._arguments, *ports, *self._options)
         self._pid = self._group.start(self.name, command, self._environment, self._log_path)
 
     def wait_ready(self) -> None:

@@ -1,7 +1,9 @@
 """The vLLM command that ``warmroute replica`` builds."""
 
+import inspect
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from cacheengine.launch import replica_command
 from cacheengine.launch.replica_command import replica
 from cacheengine.launch.vllm_launch import (
     ReplicaSettings,
@@ -140,11 +143,35 @@ def test_free_ports_are_none_that_the_kernel_gives_away() -> None:
 
 def test_a_port_on_which_somebody_listens_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
     (taken,) = free_ports(1, in_a_row=2)
+    monkeypatch.setattr("cacheengine.launch.vllm_launch._PORTS", range(taken, taken + 2))
+    anew = inspect.unwrap(free_ports)  # the tests' own gives no port twice
     with socket.create_server(("", taken)):
-        monkeypatch.setattr("cacheengine.launch.vllm_launch._PORTS", range(taken, taken + 2))
-        assert free_ports(1) == [taken + 1]
+        assert anew(1) == [taken + 1]
         with pytest.raises(ValueError, match="no 2 free ports"):
-            free_ports(2)
+            anew(2)
+    assert anew(1, besides={taken + 1}) == [taken]
+
+
+def test_the_ports_of_kv_events_are_none_that_the_replica_takes_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are chosen before the agent listens on its own."""
+    (first,) = free_ports(1, in_a_row=6)
+    agent, transfer, server, side_channel, *others = range(first, first + 6)
+    monkeypatch.setattr("cacheengine.launch.vllm_launch._PORTS", range(first, first + 6))
+    monkeypatch.setattr(replica_command, "free_ports", inspect.unwrap(free_ports))
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(side_channel))
+    config = tmp_path / "instance.yaml"
+    config.write_text(
+        f"max_local_cpu_size: 0.1\nlmcache_worker_port: {agent}\n"
+        f"distributed_url: localhost:{transfer}\n"
+    )
+    arguments = ["--config", str(config), "--print-command", "--", "--model", "M"]
+    told = CliRunner().invoke(replica, [*arguments, "--port", str(server)])
+    assert told.exit_code == 0, told.output
+    command = shlex.split(told.output.splitlines()[-1])
+    events = option(command, "--kv-events-config")
+    assert {events["endpoint"], events["replay_endpoint"]} == {f"tcp://*:{p}" for p in others}
 
 
 def good_config(tmp_path: Path) -> Path:
