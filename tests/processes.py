@@ -70,6 +70,15 @@ class ServerProcess:
             process.send_signal(signal.SIGCONT)
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process lives (a zombie that nobody reaps does not): its state in ``proc(5)``."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
 def _has_stopped(pid: int) -> bool:
     """Whether all threads of a process are stopped by a signal: state T in ``proc(5)``."""
     try:

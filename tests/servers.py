@@ -22,6 +22,7 @@ import pytest
 import valkey
 
 from cacheengine.launch.vllm_launch import free_ports
+from cacheengine.tiers.store import BlobStore, StoreError
 from tests.cacheengine.helpers import wait_until
 from tests.processes import ServerProcess
 
@@ -64,27 +65,31 @@ def missing(what: str, why: str = "python -m tools.servers") -> str:
     pytest.skip(text)
 
 
-PATIENT = "timeout_s=60&connect_timeout_s=60"
-"""Options of a URL for tests that wait for no deadline, on machines that are busy."""
+PATIENT_S = 60.0
+"""For calls whose deadline is not what a test is about, on machines that are busy."""
+PATIENT = f"timeout_s={PATIENT_S:g}&connect_timeout_s={PATIENT_S:g}"
+"""The same as options of a URL."""
+
+
+def answers(store: BlobStore) -> bool:
+    """Whether a store answers a question: a client of its own process connects late."""
+    try:
+        store.exists(["anything"])
+    except StoreError:
+        return False
+    return True
 
 
 class RedisProcess(ServerProcess):
     """One server that keeps everything in memory, in a directory of its own."""
 
-    def __init__(
-        self,
-        program: Program,
-        directory: Path,
-        *options: str,
-        tls: bool = False,
-        port: int | None = None,
-    ) -> None:
+    def __init__(self, program: Program, directory: Path, *options: str, tls: bool = False) -> None:
         super().__init__(directory / "log")
         self._program = program
         self._directory = directory
         self._options = options
         self._port_option = "--tls-port" if tls else "--port"
-        self.port = port or free_ports(1)[0]
+        (self.port,) = free_ports(1)
         self.socket_path = str(directory / "s")
 
     @property
@@ -118,15 +123,11 @@ class RedisProcess(ServerProcess):
 
 @contextmanager
 def running(
-    program: Program,
-    directory: Path,
-    *options: str,
-    tls: bool = False,
-    port: int | None = None,
+    program: Program, directory: Path, *options: str, tls: bool = False
 ) -> Iterator[RedisProcess]:
     """Run a server for the time of the block."""
     directory.mkdir(parents=True, exist_ok=True)
-    server = RedisProcess(program, directory, *options, tls=tls, port=port)
+    server = RedisProcess(program, directory, *options, tls=tls)
     try:
         server.start()
         yield server
@@ -180,14 +181,12 @@ def running_cluster(
     program: Program, directory: Path, *options: str, size: int = 3
 ) -> Iterator[list[RedisProcess]]:
     """Run a cluster whose nodes share the hash slots evenly."""
-    # All at once: a port that no node listens on yet could be chosen again.
-    ports = free_ports(2 * size)
-    bus_ports = ports[size:]
+    bus_ports = free_ports(size)
     with ExitStack() as stack:
         nodes = []
-        for number, (port, bus_port) in enumerate(zip(ports[:size], bus_ports, strict=True)):
+        for number, bus_port in enumerate(bus_ports):
             mode = ("--cluster-enabled", "yes", "--cluster-port", str(bus_port), *options)
-            node = stack.enter_context(running(program, directory / str(number), *mode, port=port))
+            node = stack.enter_context(running(program, directory / str(number), *mode))
             node.do("CLUSTER SET-CONFIG-EPOCH", str(number + 1))
             first, end = 16384 * number // size, 16384 * (number + 1) // size
             node.do("CLUSTER ADDSLOTSRANGE", str(first), str(end - 1))

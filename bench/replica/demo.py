@@ -23,7 +23,14 @@ from bench.command import write_report
 from bench.replica import local
 from bench.replica.model import make_model
 from bench.replica.text import real_text
-from bench.replica.tiers import NotThereError, ReplicaTiers, call, common_prefix, wait_until
+from bench.replica.tiers import (
+    NotThereError,
+    ReplicaTiers,
+    call,
+    common_prefix,
+    knows_replicas,
+    wait_until,
+)
 from bench.ttft import (
     COLD_QUESTION,
     REASON_HEADER,
@@ -309,14 +316,11 @@ def start_router(group: ProcessGroup, stage: Stage, name: str, config: Path, url
     """Start a router; return when it answers at ``url`` and knows its replicas."""
     group.start(name, local.router_command(config), None, WORK / "demo" / f"{name}.log")
     group.wait_ready(name, f"{url}/health", local.ROUTER_READY_TIMEOUT_S, say)
-    wait_until(f"{name}: knows its replicas", partial(_knows_replicas, stage, url))
+    wait_until(
+        f"{name}: knows its replicas",
+        partial(knows_replicas, url, stage.model, len(stage.replicas)),
+    )
     say(f"{name}: ready at {url}")
-
-
-def _knows_replicas(stage: Stage, router_url: str) -> bool:
-    """Whether a router has learned the tokenizer and both replicas from their agents."""
-    answer = _explain(stage, router_url, "Who is there?")
-    return bool(answer["exact_tokens"]) and len(answer["candidates"]) == len(stage.replicas)
 
 
 def _explain(stage: Stage, router_url: str, content: str) -> dict[str, Any]:

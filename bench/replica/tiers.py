@@ -84,6 +84,13 @@ def wait_until(what: str, check: Callable[[], bool], *, timeout_s: float = 60.0)
         time.sleep(_POLL_S)
 
 
+def knows_replicas(router_url: str, model: str, replicas: int) -> bool:
+    """Whether a router has learned so many replicas and the model's tokens; its start waits 1 s."""
+    chat = {"model": model, "messages": [{"role": "user", "content": "Who is there?"}]}
+    answer = call(f"{router_url}/explain", chat)
+    return bool(answer["exact_tokens"]) and len(answer["candidates"]) == replicas
+
+
 class Vllm:
     """A running vLLM and its GPU tier, to be measured.
 

@@ -272,10 +272,10 @@ def free_ports(count: int, *, in_a_row: int = 1, besides: Collection[int] = ()) 
     rows = range(_PORTS.start, _PORTS.stop - in_a_row + 1, in_a_row)
     tried = random.SystemRandom().sample(rows, len(rows))
 
-    def all_free(ports: range) -> bool:
-        return not any(port in besides for port in ports) and all(map(_is_free, ports))
+    def may_be_had(port: int) -> bool:
+        return port not in besides and _is_free(port)
 
-    free = list(islice((p for p in tried if all_free(range(p, p + in_a_row))), count))
+    free = list(islice((p for p in tried if all(map(may_be_had, range(p, p + in_a_row)))), count))
     if len(free) < count:
         wanted = f"{count} free ports" if in_a_row == 1 else f"{count} times {in_a_row} free ports"
         raise ValueError(f"no {wanted} from {_PORTS.start} to {_PORTS.stop - 1} here")

@@ -113,7 +113,7 @@ class CounterSpeeds:
 def series_of(metrics: str, names: Iterable[str]) -> dict[str, list[tuple[str, float]]]:
     """Return the series of some metrics in Prometheus' text format: their labels and values.
 
-    What is no finite number is left out.
+    A value that is not a finite number is left out.
     """
     named: dict[str, list[tuple[str, float]]] = {name: [] for name in names}
     # All of it takes a real parser many milliseconds of the event loop.

@@ -15,8 +15,7 @@ from cacheengine.tiers.remote_url import parse_remote_url
 from cacheengine.tiers.store import Blob, BlobStore, ReadTarget, StoreError
 from tests.cacheengine.helpers import wait_until
 from tests.cacheengine.tiers.fake_library import fake_library
-from tests.contract.test_tiers import PATIENT_S, answers
-from tests.servers import PATIENT, redis_program, running_cluster
+from tests.servers import PATIENT, PATIENT_S, answers, redis_program, running_cluster
 
 STAND_INS = Path(__file__).parents[1] / "stand_ins"
 MIB = 1024 * 1024

@@ -1,6 +1,5 @@
 """The contract of `tiers.base`, for every tier there is."""
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,15 +12,11 @@ from cacheengine.tiers.mooncake_store import MooncakeStore
 from cacheengine.tiers.redis_store import RedisServer, RedisStore
 from cacheengine.tiers.remote import SERDE_NAMES, RemoteTier, make_serde
 from cacheengine.tiers.remote_url import parse_remote_url
-from cacheengine.tiers.store import BlobStore, StoreError
 from cacheengine.tiers.tier import GetOutcome, LocalTier, NullTier, PutOutcome, SharedTier, Tier
 from tests.cacheengine.helpers import key, keys, payload, wait_until
-from tests.servers import PATIENT
+from tests.servers import PATIENT, PATIENT_S, answers
 
 CHUNK_BYTES = 3 * 512 * 1024 + 17  # several pieces, the last one odd
-
-PATIENT_S = 60.0
-"""As `PATIENT` is: a busy machine may take long for a call."""
 
 OpenTier = Callable[[], Tier]
 MakeTier = Callable[[pytest.FixtureRequest], Callable[[Path], Tier]]
@@ -68,14 +63,6 @@ def _mooncake(request: pytest.FixtureRequest) -> Callable[[Path], Tier]:
         return RemoteTier(store, root.name, CHUNK_BYTES, make_serde("naive", "bfloat16"))
 
     return open_
-
-
-def answers(store: BlobStore) -> bool:
-    """Whether a store is connected."""
-    with contextlib.suppress(StoreError):
-        store.exists(["anything"])
-        return True
-    return False
 
 
 TIERS: dict[str, MakeTier] = {

@@ -1,11 +1,12 @@
 """`warmroute waste` before two real vLLM replicas: five planted mistakes, named with tokens."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from bench.replica.tiers import call, metric, wait_until
+from bench.replica.tiers import call, knows_replicas, metric, wait_until
 from cacheengine.launch.vllm_launch import free_ports
 from router.launch.processes import ProcessGroup
 from tests.e2e.serving import (
@@ -61,10 +62,9 @@ def router(replicas: list[Replica], processes: ProcessGroup, tmp_path: Path) -> 
     made = Router(processes, "router-waste", tmp_path, settings)
     made.start()
     # Its start waits 1 s for that; prompts before are matched by their text.
-    chat = {"model": MODEL, "messages": [{"role": "user", "content": "Hello."}]}
     wait_until(
         "the router knows the replicas' tokens",
-        lambda: bool(call(f"{made.url}/explain", chat)["exact_tokens"]),
+        partial(knows_replicas, made.url, MODEL, len(replicas)),
     )
     yield made
     made.stop()

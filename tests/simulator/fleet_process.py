@@ -8,11 +8,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from bench.replica.tiers import call, wait_until
+from bench.replica.tiers import call, knows_replicas, wait_until
 from simulator.openai_prompts import NUM_WORDS, text_of
 
 
@@ -62,17 +63,13 @@ def routing(where: dict[str, Any], directory: Path, **settings: Any) -> Iterator
                 if "OPENAI_BASE_URL=" in line:
                     break
             url = line.split("OPENAI_BASE_URL=")[1].strip().removesuffix("/v1")
-            wait_until("the router knows its fleet", lambda: _knows_its_fleet(url))
+            wait_until(
+                "the router knows its fleet",
+                partial(knows_replicas, url, "sim", len(where["replicas"])),
+            )
             yield url
         finally:
             process.kill()
-
-
-def _knows_its_fleet(router: str) -> bool:
-    chat = {"model": "sim", "messages": [{"role": "user", "content": "baba"}], "max_tokens": 1}
-    return all(each["state"] == "up" for each in call(f"{router}/replicas")) and bool(
-        call(f"{router}/explain", chat)["exact_tokens"]
-    )
 
 
 @dataclass

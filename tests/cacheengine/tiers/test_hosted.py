@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ from cacheengine.tiers.hosted_store import HostedStore
 from cacheengine.tiers.store import Blob, ReadTarget, ServerBackoff, StoreError, StoreFullError
 from tests.cacheengine.helpers import wait_until
 from tests.cacheengine.tiers.fake_library import fake_library
+from tests.processes import is_running
+from tests.servers import PATIENT_S, answers
 
 LANE_BYTES = 64 * 1024
 ROOT = Path(__file__).parents[3]
@@ -28,7 +29,9 @@ Open = Callable[..., HostedStore]
 def open_store() -> Iterator[Open]:
     opened: list[HostedStore] = []
 
-    def open_(timeout_s: float = 60.0, give_up_s: float = 30.0, **settings: Any) -> HostedStore:
+    def open_(
+        timeout_s: float = PATIENT_S, give_up_s: float = 30.0, **settings: Any
+    ) -> HostedStore:
         store = HostedStore(
             fake_library(**settings),
             memory_bytes=4 * LANE_BYTES,
@@ -47,33 +50,18 @@ def open_store() -> Iterator[Open]:
 
 def connected(store: HostedStore) -> HostedStore:
     """Wait until it answers, so that short deadlines do not have to last for that."""
-    wait_until(lambda: _answers(store))
+    wait_until(lambda: answers(store))
     return store
 
 
 def be_patient(store: HostedStore) -> None:
     """Let later calls take as long as a busy machine may; what hangs hangs on."""
-    store._timeout_s = 60.0
-
-
-def _answers(store: HostedStore) -> bool:
-    try:
-        store.exists(["anything"])
-    except StoreError:
-        return False
-    return True
+    store._timeout_s = PATIENT_S
 
 
 def _pid(store: HostedStore) -> int:
     assert store._process is not None
     return store._process._process.pid
-
-
-def _is_running(pid: int) -> bool:
-    # Not by a signal: where nobody reaps orphans, a dead one takes it, too.
-    with suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
 
 
 def _get(store: HostedStore, name: str, room: int = 100) -> bytes | None:
@@ -125,7 +113,7 @@ def test_a_process_that_is_stuck_is_killed_and_the_next_one_serves(open_store: O
     stuck = _pid(store)
     with pytest.raises(StoreError):
         store.exists(["hang"])
-    wait_until(lambda: not _is_running(stuck))
+    wait_until(lambda: not is_running(stuck))
     connected(store)
     assert _pid(store) != stuck
 
@@ -225,7 +213,7 @@ def test_a_package_that_is_missing_is_named(open_store: Open) -> None:
     missing = type(library)(
         module="no_such_package", settings={}, environment={}, log_variable="NONE"
     )
-    store = HostedStore(missing, memory_bytes=4 * 4096, memory_setting="-", timeout_s=60.0)
+    store = HostedStore(missing, memory_bytes=4 * 4096, memory_setting="-", timeout_s=PATIENT_S)
     with pytest.raises(StoreError, match="no_such_package"):
         store.exists(["a"])
     store.close()
@@ -297,7 +285,7 @@ def test_close_ends_the_process_and_every_later_call(open_store: Open) -> None:
     pid = _pid(store)
     store.close()
     store.close()
-    assert not _is_running(pid)
+    assert not is_running(pid)
     with pytest.raises(StoreError, match="closed"):
         store.exists(["a"])
 
@@ -308,7 +296,7 @@ def test_close_does_not_wait_for_a_process_that_hangs(open_store: Open) -> None:
     with pytest.raises(StoreError):
         store.exists(["hang"])
     store.close()
-    assert not _is_running(pid)
+    assert not is_running(pid)
 
 
 @pytest.mark.parametrize("connects", [True, False])
@@ -328,9 +316,9 @@ def test_the_process_does_not_outlive_a_replica_that_was_killed(connects: bool) 
     ) as replica:
         assert replica.stdout is not None
         pid = int(replica.stdout.readline())
-        assert _is_running(pid)
+        assert is_running(pid)
         replica.kill()
-    wait_until(lambda: not _is_running(pid))
+    wait_until(lambda: not is_running(pid))
 
 
 def test_threads_do_not_get_each_others_bytes(open_store: Open) -> None:

@@ -17,15 +17,13 @@ import pytest
 from cacheengine.launch.vllm_launch import free_ports
 from cacheengine.tiers.infinistore_store import InfiniStore
 from cacheengine.tiers.store import Blob, ReadTarget, StoreError, StoreFullError
-from tests.servers import missing
+from tests.servers import PATIENT_S, missing
 from warmroute_common.config_reader import BadValueError
 
 TESTS = Path(__file__).parents[2]
 STAND_INS = TESTS / "stand_ins"
 CLIENT = TESTS.parent / "cacheengine/tiers/infinistore_store.py"
 MIB = 1024 * 1024
-PATIENT_S = 60.0
-"""For calls on a busy machine, where the client's process takes seconds to start."""
 
 
 @pytest.fixture

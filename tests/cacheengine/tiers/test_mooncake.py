@@ -15,6 +15,7 @@ from cacheengine.tiers.mooncake_store import MooncakeStore
 from cacheengine.tiers.store import Blob, ReadTarget, StoreError, StoreFullError
 from tests.cacheengine.helpers import wait_until
 from tests.mooncake_master import MooncakeMaster, check_mooncake, running_master
+from tests.servers import answers
 
 MIB = 1024 * 1024
 SEGMENT_BYTES = 32 * MIB
@@ -56,13 +57,6 @@ def open_store(master: MooncakeMaster) -> Iterator[Open]:
         if store._process is not None:
             store._process.kill()  # a client takes two seconds to take its leave
         store.close()
-
-
-def answers(store: MooncakeStore) -> bool:
-    with suppress(StoreError):
-        store.exists(["anything"])
-        return True
-    return False
 
 
 def has_none_of(store: MooncakeStore, name: str) -> bool:

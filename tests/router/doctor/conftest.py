@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def patient_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes in the end has come in time; a test of what never comes sets its own limit."""
+    """Late answers are not errors; a test in which no answer comes sets its own limit."""
     for name, seconds in (
         ("_CONNECT_S", 20.0),
         ("_REPLAY_S", 20.0),

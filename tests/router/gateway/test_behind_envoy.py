@@ -266,7 +266,7 @@ async def test_what_lies_on_disk_is_promoted_before_the_gateway_is_told(
     """A client that leaves meanwhile is released."""
     agent = await gateway.stack.enter_async_context(running_agent())
     replica = ReplicaConfig(url=gateway.one.url, instance_id="one", agent_url=agent.url)
-    # It saves so much time to wait for the promotion that Envoy tells of the client's end before.
+    # The wait for the promotion is long: Envoy reports that the client has left before it ends.
     picker, _ = await gateway.both(
         policy="ttft",
         replicas=(replica,),

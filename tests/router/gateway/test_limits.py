@@ -77,22 +77,22 @@ async def test_a_large_body_is_sent_again_to_the_next(
 def with_small_sockets(settings: Settings) -> Settings:
     """Have the kernel keep little for Envoy: by itself, buffers grow to tens of megabytes."""
 
-    def fixed(option: int, state: str) -> dict[str, Any]:
+    def fixed(option: int) -> dict[str, Any]:
         return {
             "socket_options": [
                 {
                     "level": socket.SOL_SOCKET,
                     "name": option,
                     "int_value": SOCKET_BYTES,
-                    "state": state,
+                    "state": "STATE_PREBIND",
                 }
             ]
         }
 
     (listener,) = settings["static_resources"]["listeners"]
-    listener |= fixed(socket.SO_SNDBUF, "STATE_PREBIND")
+    listener |= fixed(socket.SO_SNDBUF)
     replicas = settings["static_resources"]["clusters"][0]
-    replicas["upstream_bind_config"] = fixed(socket.SO_RCVBUF, "STATE_PREBIND")
+    replicas["upstream_bind_config"] = fixed(socket.SO_RCVBUF)
     return settings
 
 

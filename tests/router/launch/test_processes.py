@@ -17,6 +17,7 @@ from router.launch.processes import (
     ProcessGroup,
     tail,
 )
+from tests.processes import is_running
 
 SERVER = """
 import http.server, sys
@@ -45,15 +46,6 @@ def python(code: str, *args: str) -> list[str]:
     return [sys.executable, "-c", code, *args]
 
 
-def exists(pid: int) -> bool:
-    """Whether a process lives (a zombie that nobody reaps does not)."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
-
-
 def wait_until(condition: Callable[[], bool], group: ProcessGroup) -> None:
     """Wait, as long as the test's own timeout allows, watching that no child dies."""
     while not condition():
@@ -67,8 +59,8 @@ def test_ready_when_its_url_answers(tmp_path: Path) -> None:
         wait_until(port.exists, group)
         took_s = group.wait_ready("web", f"http://127.0.0.1:{port.read_text()}/", timeout_s=60)
         assert took_s >= 0
-        assert exists(pid)
-    assert not exists(pid)
+        assert is_running(pid)
+    assert not is_running(pid)
 
 
 def test_a_death_is_reported_with_the_end_of_the_log(tmp_path: Path) -> None:
@@ -81,7 +73,7 @@ def test_a_death_is_reported_with_the_end_of_the_log(tmp_path: Path) -> None:
     assert (caught.value.name, caught.value.returncode) == ("engine", 3)
     assert "engine died (exit code 3); the end of" in str(caught.value)
     assert "  | second: out of memory" in str(caught.value)
-    assert not exists(other), "the others are ended too"
+    assert not is_running(other), "the others are ended too"
 
 
 def test_a_signal_is_named(tmp_path: Path) -> None:
@@ -113,9 +105,9 @@ def test_a_childs_own_children_are_ended_too(tmp_path: Path) -> None:
         leader = group.start("leader", python(LEAVES_A_CHILD), None, log)
         wait_until(lambda: "deaf" in tail(log), group)
         grandchild = next(int(line) for line in tail(log).splitlines() if line.isdigit())
-        assert exists(grandchild)
-    assert not exists(leader)
-    wait_until(lambda: not exists(grandchild), group)
+        assert is_running(grandchild)
+    assert not is_running(leader)
+    wait_until(lambda: not is_running(grandchild), group)
 
 
 def test_a_childs_own_children_may_clean_up_after_it(
@@ -149,7 +141,7 @@ def test_a_deaf_child_is_killed_after_the_grace(tmp_path: Path) -> None:
     with ProcessGroup(grace_s=0.1) as group:
         pid = group.start("deaf", python(code), None, tmp_path / "log")
         wait_until(lambda: "deaf" in tail(tmp_path / "log"), group)
-    assert not exists(pid)
+    assert not is_running(pid)
 
 
 def test_one_child_can_be_killed_and_started_again(tmp_path: Path) -> None:
@@ -158,10 +150,10 @@ def test_one_child_can_be_killed_and_started_again(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="already running"):
             group.start("one", python(SLEEPER), None, tmp_path / "log")
         group.stop("one", kill=True)
-        assert not exists(first)
+        assert not is_running(first)
         second = group.start("one", python(SLEEPER), None, tmp_path / "log")
         group.check()
-        assert exists(second)
+        assert is_running(second)
 
 
 def test_a_program_that_does_not_exist(tmp_path: Path) -> None:
@@ -203,11 +195,11 @@ def test_a_signal_to_the_supervisor_ends_all(tmp_path: Path, number: signal.Sign
         assert supervisor.stdout is not None
         pids = [int(supervisor.stdout.readline()) for _ in range(2)]
         assert supervisor.stdout.readline() == "started\n"
-        assert all(map(exists, pids))
+        assert all(map(is_running, pids))
         supervisor.send_signal(number)
         assert supervisor.stdout.read() == "interrupted\n"
     assert supervisor.returncode == 0
-    assert not any(map(exists, pids))
+    assert not any(map(is_running, pids))
 
 
 def test_stopping_twice_is_harmless(tmp_path: Path) -> None:
@@ -215,7 +207,7 @@ def test_stopping_twice_is_harmless(tmp_path: Path) -> None:
         pid = group.start("one", python(SLEEPER), None, tmp_path / "log")
         group.stop_all()
         group.stop_all()
-        assert not exists(pid)
+        assert not is_running(pid)
 
 
 def test_the_previous_signal_handlers_are_restored() -> None:

@@ -56,7 +56,7 @@ class Reloading:
 
 @pytest.fixture(autouse=True)
 def patient_membership(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replicas stay until those that replace them were probed, on a slow machine too."""
+    """Replicas stay until their replacements were probed, on a slow machine too."""
     monkeypatch.setattr("router.membership.membership._FIRST_PROBES_S", 60.0)
 
 

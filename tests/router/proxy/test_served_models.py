@@ -96,7 +96,7 @@ async def test_an_adapter_is_found_when_it_is_asked_for_first(
 async def test_unknown_names_do_not_become_many_questions(
     fleet: Fleet, client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Else a slow machine takes so long for all requests that there is another look.
+    # On a slow machine the requests take seconds: no other look comes between them.
     monkeypatch.setattr("router.feeds.health_monitor._LOOK_S", 600.0)
     router = await fleet.router(timeouts=TimeoutsConfig(health_interval_s=60.0))
     before = fleet.one.listings
