@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import openai
 import pytest
@@ -23,13 +24,32 @@ from tests.e2e.serving import (
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
+@contextmanager
+def running(fleet: Fleet, name: str, **settings: Any) -> Iterator[Router]:
+    """A router in front of both replicas, which it knows to be up."""
+    made = fleet.make_router(name, **settings)
+    made.start()
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
 @pytest.fixture(scope="module")
 def router(fleet: Fleet) -> Iterator[Router]:
-    """A router in front of both replicas, which it knows to be up."""
-    made = fleet.make_router("router")
-    made.start()
-    yield made
-    made.stop()
+    with running(fleet, "router") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def uncopied(fleet: Fleet) -> Iterator[Router]:
+    """A router that copies nothing.
+
+    A toy model's KV is copied faster than two replicas' times per token differ on a busy machine,
+    so that with copies the other replica may be the better one.
+    """
+    with running(fleet, "router-without-prefetch", prefetch={"enabled": False}) as made:
+        yield made
 
 
 def client_of(router: Router) -> openai.OpenAI:
@@ -138,30 +158,24 @@ def test_the_openai_client_is_served_and_told_why(fleet: Fleet, router: Router) 
     assert [model.id for model in models] == [MODEL]
 
 
-def test_the_same_prompt_goes_to_the_replica_that_holds_it(fleet: Fleet) -> None:
-    """Without copies: compared with a copy to the idle replica, holding need not be faster."""
-    uncopied = fleet.make_router("router-without-prefetch", prefetch={"enabled": False})
-    uncopied.start()
-    try:
-        for seed in range(50, 54):
-            prompt = fresh_prompt(1100, seed=seed)
-            holder, _ = warm_one(fleet, uncopied, prompt)
-            wait_known(uncopied, holder, prompt, gpu=1024)
-            again = Served(uncopied, prompt)
-            assert again.replica == holder.name
-            assert again.headers["x-warmroute-reason"] == "longest-match"
-            assert again.matched("gpu") + again.matched("cpu") >= 1024
-    finally:
-        uncopied.stop()
+def test_the_same_prompt_goes_to_the_replica_that_holds_it(fleet: Fleet, uncopied: Router) -> None:
+    for seed in range(50, 54):
+        prompt = fresh_prompt(1100, seed=seed)
+        holder, _ = warm_one(fleet, uncopied, prompt)
+        wait_known(uncopied, holder, prompt, gpu=1024)
+        again = Served(uncopied, prompt)
+        assert again.replica == holder.name
+        assert again.headers["x-warmroute-reason"] == "longest-match"
+        assert again.matched("gpu") + again.matched("cpu") >= 1024
 
 
-def test_a_session_stays_at_home(fleet: Fleet, router: Router) -> None:
+def test_a_session_stays_at_home(uncopied: Router) -> None:
     # So long that home is the fastest, even if the machine has slowed it more than the other.
     prompt = fresh_prompt(2400, seed=60)
-    first = Served(router, prompt, **{"x-session-id": "chat-1"})
+    first = Served(uncopied, prompt, **{"x-session-id": "chat-1"})
     for length in (100, 200):
         longer = prompt + fresh_prompt(length, seed=61)
-        served = Served(router, longer, **{"x-session-id": "chat-1"})
+        served = Served(uncopied, longer, **{"x-session-id": "chat-1"})
         assert served.replica == first.replica
         assert served.headers["x-warmroute-reason"] == "session-home"
 
@@ -188,21 +202,20 @@ def test_a_replica_that_stands_still_gets_nothing_until_it_goes_on(
     assert Served(router, fresh_prompt(300, seed=len(go))).replica
 
 
-def test_disk_kv_is_prefetched_before_the_request_is_forwarded(
-    fleet: Fleet, router: Router
-) -> None:
+def test_disk_kv_is_prefetched_before_the_request_is_forwarded(fleet: Fleet) -> None:
     prompt = fresh_prompt(5 * CHUNK_TOKENS + 20, seed=70)
-    holder, _ = warm_one(fleet, router, prompt)
-    holder.empty_gpu()
-    holder.empty_cpu()
-    wait_known(router, holder, prompt, disk=5 * CHUNK_TOKENS)
-    served = Served(router, prompt)
-    assert served.replica == holder.name
-    assert served.matched("disk") == 5 * CHUNK_TOKENS
-    assert served.headers["x-warmroute-prefetch"].startswith("asked=5;promoted=5")
-    metrics = prometheus(f"{router.url}/metrics")
-    counted = f'warmroute_prefetch_chunks_total{{replica="{holder.name}",result="promoted"}}'
-    assert metrics[counted] >= 5
+    with running(fleet, "router-by-match", policy="longest-prefix") as by_match:
+        holder, _ = warm_one(fleet, by_match, prompt)
+        holder.empty_gpu()
+        holder.empty_cpu()
+        wait_known(by_match, holder, prompt, disk=5 * CHUNK_TOKENS)
+        served = Served(by_match, prompt)
+        assert served.replica == holder.name
+        assert served.matched("disk") == 5 * CHUNK_TOKENS
+        assert served.headers["x-warmroute-prefetch"].startswith("asked=5;promoted=5")
+        metrics = prometheus(f"{by_match.url}/metrics")
+        counted = f'warmroute_prefetch_chunks_total{{replica="{holder.name}",result="promoted"}}'
+        assert metrics[counted] >= 5
 
 
 def test_a_router_that_starts_anew_still_finds_the_warm_replica(
@@ -211,9 +224,7 @@ def test_a_router_that_starts_anew_still_finds_the_warm_replica(
     """By the match alone: how fast a toy model's replicas are on a busy machine says nothing."""
     prompts = [fresh_prompt(1100, seed=80 + i) for i in range(3)]
     holders = [warm_one(fleet, router, prompt)[0] for prompt in prompts]
-    another = fleet.make_router("router-restarted", policy="longest-prefix")
-    another.start()
-    try:
+    with running(fleet, "router-restarted", policy="longest-prefix") as another:
         for prompt, holder in zip(prompts, holders, strict=True):
             wait_until(
                 f"the new router knows what {holder.name} holds",
@@ -224,16 +235,12 @@ def test_a_router_that_starts_anew_still_finds_the_warm_replica(
         served = Served(another, prompts[0])
         assert served.replica == holders[0].name
         assert served.matched("gpu") + served.matched("cpu") >= 1024
-    finally:
-        another.stop()
 
 
 def test_without_agents_vllms_own_events_are_enough(fleet: Fleet) -> None:
     """As with a stock vLLM: the router finds the event stream and the hash scheme by itself."""
     urls = [{"url": each.url, "instance_id": each.name} for each in fleet.replicas]
-    humble = fleet.make_router("router-without-agents", replicas=urls)
-    humble.start()
-    try:
+    with running(fleet, "router-without-agents", replicas=urls) as humble:
         prompt = fresh_prompt(1100, seed=85)
         first = Served(humble, prompt)
         wait_until(
@@ -246,30 +253,21 @@ def test_without_agents_vllms_own_events_are_enough(fleet: Fleet) -> None:
         assert again.replica == first.replica
         assert again.headers["x-warmroute-reason"] == "longest-match"
         assert "x-warmroute-prefetch" not in again.headers
-    finally:
-        humble.stop()
 
 
 def test_without_anything_a_replica_still_serves(fleet: Fleet, router: Router) -> None:
     """A router whose only replica is another router: no agent, no events of its own."""
-    plain = fleet.make_router(
-        "router-of-a-router", replicas=[{"url": router.url, "instance_id": "plain"}]
-    )
-    plain.start()
-    try:
+    behind = [{"url": router.url, "instance_id": "plain"}]
+    with running(fleet, "router-of-a-router", replicas=behind) as plain:
         served = Served(plain, fresh_prompt(300, seed=86))
         assert served.replica == "plain"
-    finally:
-        plain.stop()
 
 
 @pytest.fixture
 def sessions_router(fleet: Fleet) -> Iterator[Router]:
     """A router that keeps sessions at home whatever the replicas' speeds."""
-    router = fleet.make_router("router-sessions", policy="session")
-    router.start()
-    yield router
-    router.stop()
+    with running(fleet, "router-sessions", policy="session") as made:
+        yield made
 
 
 def test_kill_restart_and_what_the_disk_remembers(fleet: Fleet, sessions_router: Router) -> None:

@@ -22,7 +22,7 @@ from warmroute_common.admin_token import admin_token_headers
 SIZES = ("--gpu-tokens", "65536", "--cpu-tokens", "8192", "--disk-tokens", "0")
 PATIENT_MS = 60_000
 TURNS = 3
-LONG = " ".join(f"w{number:03}" for number in range(700))
+LONG = " ".join(f"w{number:04}" for number in range(2800))
 expect.set_options(timeout=PATIENT_MS)
 
 
@@ -69,7 +69,9 @@ async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
             )
             simulators.append(simulator)
         path = tmp_path / "router.yaml"
-        path.write_text(json.dumps({"port": 0, "replicas": replicas}))  # JSON is YAML
+        # With copies the chat's home is a matter of milliseconds, which a busy machine may take.
+        settings = {"port": 0, "replicas": replicas, "prefetch": {"enabled": False}}
+        path.write_text(json.dumps(settings))  # JSON is YAML
         router = await stack.enter_async_context(
             process("router", "serve", "--config", str(path), stderr=PIPE)
         )

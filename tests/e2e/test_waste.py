@@ -58,7 +58,8 @@ def router(replicas: list[Replica], processes: ProcessGroup, tmp_path: Path) -> 
         {"url": each.url, "agent_url": each.agent_url, "instance_id": each.name}
         for each in replicas
     ]
-    settings = {"port": port, "replicas": listed, "access": access()}
+    # At home always: a short prefill may be cheaper elsewhere, which costs tokens by no mistake.
+    settings = {"port": port, "replicas": listed, "access": access(), "policy": "session"}
     made = Router(processes, "router-waste", tmp_path, settings)
     made.start()
     # Its start waits 1 s for that; prompts before are matched by their text.
