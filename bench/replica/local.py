@@ -89,6 +89,8 @@ def replica_environment(platform: Platform, index: int, *, of: int) -> dict[str,
         **environment,
         "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # Else vLLM compiles what counts log probabilities, 5 s long, at the first that are asked.
+        "TORCHDYNAMO_DISABLE": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // of))),
     }
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from bench.replica.local import replica_environment
+
 CHUNK_TOKENS: Final = 256
 BLOCK_TOKENS: Final = 128
 CHUNKS: Final = 3
@@ -103,11 +105,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
 def main(directory: Path, names: Sequence[str]) -> None:
     """Serve these families one after the other."""
     os.environ |= {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        **replica_environment("cpu", 0, of=1),
         "OMP_NUM_THREADS": "1",
         # The engine in this process, which has the agent then too.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

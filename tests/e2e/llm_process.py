@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import importlib
 import json
 import os
 import sys
@@ -11,6 +12,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 GPU_BLOCKS = 36
+_IMPORTED_ONCE = (
+    "vllm.entrypoints.llm",
+    "vllm.lora.request",
+    "vllm.model_executor.models.llama",
+    "vllm.v1.worker.cpu_worker",
+    "cacheengine.connector.connector",
+)
+"""vLLM imports most of itself when it is used, which each child would do anew."""
 
 
 class Served:
@@ -114,9 +123,10 @@ def main() -> None:
 
     vLLM can be started once in a process, and its import takes most of the time.
     """
-
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM's own output is not an answer
+    for each in _IMPORTED_ONCE:
+        importlib.import_module(each)
     while line := sys.stdin.readline():
         child = os.fork()
         if child == 0:

@@ -1,7 +1,6 @@
 """KV of other weights is never found: real vLLM, with a disk and with Redis below it."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bench.replica.local import replica_environment
 from bench.replica.model import make_model
 from tests.e2e.serving import fresh_prompt
 from tests.servers import redis_program, running
@@ -92,14 +92,10 @@ def point_to(hub: Path, revision: str) -> None:
 def vllm(hub: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vllm]:
     directory = tmp_path_factory.mktemp("vllm")
     environment = {
-        **os.environ,
+        **replica_environment("cpu", 0, of=1),
         "HF_HUB_CACHE": str(hub),
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
+        # The engine in this process, where the commands ask for it.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
     with (
