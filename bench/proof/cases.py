@@ -44,7 +44,7 @@ SIZES: Final = {
     "headline": Size(requests=1_000, seeds=3),
     "regimes": Size(requests=400, seeds=3),
     "ablations": Size(requests=500, seeds=3),
-    "goodput": Size(requests=800, seeds=2),
+    "goodput": Size(requests=800, seeds=4),
     "streaming": Size(requests=1_000, seeds=3),
     "faults": Size(requests=800, seeds=2),
     "peers": Size(requests=300, seeds=2),
