@@ -9,13 +9,14 @@ one for the other. Standard library only.
 import random
 import sysconfig
 from collections.abc import Callable, Iterator
+from math import inf
 from pathlib import Path
 
 CHARS_PER_TOKEN = 3.0
 """First guess at a tokenizer's yield on source text; corrected by counting."""
 
 _TOLERANCE_TOKENS = 8
-_MAX_CUTS = 8
+_MAX_CUTS = 40
 
 
 def library_files() -> list[Path]:
@@ -39,12 +40,21 @@ def real_text(tokens: int, *, seed: int, count: Callable[[str], int] = estimate_
     parts = _pieces(seed)
     text = next(parts)
     chars = round(tokens * CHARS_PER_TOKEN)
+    short, long = 0, inf
     for _ in range(_MAX_CUTS):
         text = _extend(text, chars, parts)
         counted = count(text[:chars])
         if abs(counted - tokens) <= _TOLERANCE_TOKENS:
             break
+        if counted < tokens:
+            short = chars
+        else:
+            long = chars
         chars = max(1, round(chars * tokens / max(1, counted)))
+        # Where the text becomes denser such guesses can swing about the length for ever.
+        if short and long < inf:
+            inner = (long - short) // 4
+            chars = round(min(max(chars, short + inner), long - inner))
     return _extend(text, chars, parts)[:chars]
 
 
