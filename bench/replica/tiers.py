@@ -85,7 +85,7 @@ def wait_until(what: str, check: Callable[[], bool], *, timeout_s: float = 60.0)
 
 
 def knows_replicas(router_url: str, model: str, replicas: int) -> bool:
-    """Whether a router has learned so many replicas and the model's tokens; its start waits 1 s."""
+    """Whether a router knows this many replicas and the model's tokens; its start waits 1 s."""
     chat = {"model": model, "messages": [{"role": "user", "content": "Who is there?"}]}
     answer = call(f"{router_url}/explain", chat)
     return bool(answer["exact_tokens"]) and len(answer["candidates"]) == replicas

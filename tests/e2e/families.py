@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from bench.replica.local import replica_environment
+from tests.e2e.serving import in_one_process
 
 CHUNK_TOKENS: Final = 256
 BLOCK_TOKENS: Final = 128
@@ -104,12 +104,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
 
 def main(directory: Path, names: Sequence[str]) -> None:
     """Serve these families one after the other."""
-    os.environ |= {
-        **replica_environment("cpu", 0, of=1),
-        "OMP_NUM_THREADS": "1",
-        # The engine in this process, which has the agent then too.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    }
+    os.environ |= in_one_process()
     _serve_one_after_the_other()
     for number, name in enumerate(names):
         try:

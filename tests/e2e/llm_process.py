@@ -19,7 +19,7 @@ _IMPORTED_ONCE = (
     "vllm.v1.worker.cpu_worker",
     "cacheengine.connector.connector",
 )
-"""vLLM imports most of itself when it is used, which each child would do anew."""
+"""vLLM imports most of itself when it is used, which each child would do again."""
 
 
 class Served:

@@ -9,7 +9,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from bench.replica.local import (
     REPLICA_READY_TIMEOUT_S,
@@ -238,6 +238,15 @@ def replica_on_free_ports(
     )
 
 
+def in_one_process() -> dict[str, str]:
+    """Return the environment of a vLLM whose engine, and so its agent, is in the same process."""
+    return {
+        **replica_environment("cpu", 0, of=1),
+        "OMP_NUM_THREADS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
+
+
 def start_together(*replicas: Replica) -> None:
     """Start replicas at once and return when all serve.
 
@@ -251,7 +260,7 @@ def start_together(*replicas: Replica) -> None:
 
 
 class Router:
-    """One router process."""
+    """One router process, which serves within the block."""
 
     def __init__(
         self, group: ProcessGroup, name: str, directory: Path, settings: Mapping[str, Any]
@@ -262,6 +271,13 @@ class Router:
         self._config_path = directory / f"{name}.yaml"
         self._log_path = directory / f"{name}.log"
         self._config_path.write_text(json.dumps(settings))
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
 
     def start(self) -> None:
         """Start it and return when it serves."""

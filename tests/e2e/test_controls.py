@@ -31,17 +31,13 @@ Post = Callable[[str, dict[str, Any]], Any]
 @pytest.fixture(scope="module")
 def router(fleet: Fleet) -> Iterator[Router]:
     """A router that knows where the replicas serve, and nothing of their agents."""
-    made = fleet.make_router(
-        "router-with-controller",
-        replicas=[
-            {"url": each.url, "instance_id": name}
-            for each, name in zip(fleet.replicas, (ONE, TWO), strict=True)
-        ],
-        controller=fleet.controller,
-    )
-    made.start()
-    yield made
-    made.stop()
+    replicas = [
+        {"url": each.url, "instance_id": name}
+        for each, name in zip(fleet.replicas, (ONE, TWO), strict=True)
+    ]
+    settings = {"replicas": replicas, "controller": fleet.controller}
+    with fleet.make_router("router-with-controller", **settings) as made:
+        yield made
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import openai
 import pytest
@@ -24,20 +23,10 @@ from tests.e2e.serving import (
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
-@contextmanager
-def running(fleet: Fleet, name: str, **settings: Any) -> Iterator[Router]:
-    """A router in front of both replicas, which it knows to be up."""
-    made = fleet.make_router(name, **settings)
-    made.start()
-    try:
-        yield made
-    finally:
-        made.stop()
-
-
 @pytest.fixture(scope="module")
 def router(fleet: Fleet) -> Iterator[Router]:
-    with running(fleet, "router") as made:
+    """A router in front of both replicas, which it knows to be up."""
+    with fleet.make_router("router") as made:
         yield made
 
 
@@ -48,7 +37,7 @@ def uncopied(fleet: Fleet) -> Iterator[Router]:
     A toy model's KV is copied faster than two replicas' times per token differ on a busy machine,
     so that with copies the other replica may be the better one.
     """
-    with running(fleet, "router-without-prefetch", prefetch={"enabled": False}) as made:
+    with fleet.make_router("router-without-prefetch", prefetch={"enabled": False}) as made:
         yield made
 
 
@@ -204,7 +193,7 @@ def test_a_replica_that_stands_still_gets_nothing_until_it_goes_on(
 
 def test_disk_kv_is_prefetched_before_the_request_is_forwarded(fleet: Fleet) -> None:
     prompt = fresh_prompt(5 * CHUNK_TOKENS + 20, seed=70)
-    with running(fleet, "router-by-match", policy="longest-prefix") as by_match:
+    with fleet.make_router("router-by-match", policy="longest-prefix") as by_match:
         holder, _ = warm_one(fleet, by_match, prompt)
         holder.empty_gpu()
         holder.empty_cpu()
@@ -224,7 +213,7 @@ def test_a_router_that_starts_anew_still_finds_the_warm_replica(
     """By the match alone: how fast a toy model's replicas are on a busy machine says nothing."""
     prompts = [fresh_prompt(1100, seed=80 + i) for i in range(3)]
     holders = [warm_one(fleet, router, prompt)[0] for prompt in prompts]
-    with running(fleet, "router-restarted", policy="longest-prefix") as another:
+    with fleet.make_router("router-restarted", policy="longest-prefix") as another:
         for prompt, holder in zip(prompts, holders, strict=True):
             wait_until(
                 f"the new router knows what {holder.name} holds",
@@ -240,7 +229,7 @@ def test_a_router_that_starts_anew_still_finds_the_warm_replica(
 def test_without_agents_vllms_own_events_are_enough(fleet: Fleet) -> None:
     """As with a stock vLLM: the router finds the event stream and the hash scheme by itself."""
     urls = [{"url": each.url, "instance_id": each.name} for each in fleet.replicas]
-    with running(fleet, "router-without-agents", replicas=urls) as humble:
+    with fleet.make_router("router-without-agents", replicas=urls) as humble:
         prompt = fresh_prompt(1100, seed=85)
         first = Served(humble, prompt)
         wait_until(
@@ -258,7 +247,7 @@ def test_without_agents_vllms_own_events_are_enough(fleet: Fleet) -> None:
 def test_without_anything_a_replica_still_serves(fleet: Fleet, router: Router) -> None:
     """A router whose only replica is another router: no agent, no events of its own."""
     behind = [{"url": router.url, "instance_id": "plain"}]
-    with running(fleet, "router-of-a-router", replicas=behind) as plain:
+    with fleet.make_router("router-of-a-router", replicas=behind) as plain:
         served = Served(plain, fresh_prompt(300, seed=86))
         assert served.replica == "plain"
 
@@ -266,7 +255,7 @@ def test_without_anything_a_replica_still_serves(fleet: Fleet, router: Router) -
 @pytest.fixture
 def sessions_router(fleet: Fleet) -> Iterator[Router]:
     """A router that keeps sessions at home whatever the replicas' speeds."""
-    with running(fleet, "router-sessions", policy="session") as made:
+    with fleet.make_router("router-sessions", policy="session") as made:
         yield made
 
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from bench.replica.local import replica_environment
 from bench.replica.model import make_model
-from tests.e2e.serving import fresh_prompt
+from tests.e2e.serving import fresh_prompt, in_one_process
 from tests.servers import redis_program, running
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
@@ -92,11 +91,8 @@ def point_to(hub: Path, revision: str) -> None:
 def vllm(hub: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vllm]:
     directory = tmp_path_factory.mktemp("vllm")
     environment = {
-        **replica_environment("cpu", 0, of=1),
+        **in_one_process(),
         "HF_HUB_CACHE": str(hub),
-        "OMP_NUM_THREADS": "1",
-        # The engine in this process, where the commands ask for it.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
     with (
         (directory / "vllm.log").open("w") as log,

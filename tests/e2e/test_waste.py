@@ -60,15 +60,13 @@ def router(replicas: list[Replica], processes: ProcessGroup, tmp_path: Path) -> 
     ]
     # At home always: a short prefill may be cheaper elsewhere, which costs tokens by no mistake.
     settings = {"port": port, "replicas": listed, "access": access(), "policy": "session"}
-    made = Router(processes, "router-waste", tmp_path, settings)
-    made.start()
-    # Its start waits 1 s for that; prompts before are matched by their text.
-    wait_until(
-        "the router knows the replicas' tokens",
-        partial(knows_replicas, made.url, MODEL, len(replicas)),
-    )
-    yield made
-    made.stop()
+    with Router(processes, "router-waste", tmp_path, settings) as made:
+        # Its start waits 1 s for that; prompts before are matched by their text.
+        wait_until(
+            "the router knows the replicas' tokens",
+            partial(knows_replicas, made.url, MODEL, len(replicas)),
+        )
+        yield made
 
 
 def test_five_planted_mistakes_are_named_with_their_tokens(
